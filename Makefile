@@ -100,7 +100,7 @@ docs-serve: $(STAMP)
 # install would be. PIECES="kernels step" are some of it; SMALL=1 is a tiny form of all of it on the CPU.
 GPU_OUT ?= build/gpu
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
-GPU_NEEDS := jax jaxlib numpy flax optax jaxtyping tyro rich
+GPU_NEEDS := jax jaxlib numpy flax optax jaxtyping rich
 GPU_CHECK := import sys; from importlib.util import find_spec as found; absent = [x for x in sys.argv[1:] if not found(x)]; \
 	sys.exit("make gpu needs " + ", ".join(absent) + " in this Python: docs/benchmarks.md says how to carry them" if absent else 0)
 

@@ -20,7 +20,8 @@ from jaxpar.models.norms import NORMS
 from jaxpar.models.parameters import normal, param, vocab_table
 from jaxpar.models.positions import count_positions
 from jaxpar.parallel import dropout
-from jaxpar.parallel.ops import Ops, ops_without_plan
+from jaxpar.parallel.mesh_ops import ops_without_plan
+from jaxpar.parallel.ops import Ops
 
 
 class Embed(nnx.Module):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,13 @@ from jaxpar.models.layers import over_layers
 from jaxpar.models.parts import HeadOutput, Params
 from jaxpar.models.query_layer import query_key_of
 from jaxpar.models.split import Split, SplitModel
-from jaxpar.parallel.domino import Places, halves, places_of_halves, whole_batch
+from jaxpar.parallel.domino import LayerInfo, Places, halves, places_of_halves, whole_batch
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.linear import STORED
+from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.remat import named, remat
-from jaxpar.parallel.sequence_halves import ops_of_parts
+from jaxpar.parallel.sequence_halves import run_parts
 
 Batch = Mapping[str, jax.Array]
 
@@ -148,9 +149,8 @@ def run_blocks(
         xs, kept = carry
         stored, layer_key, number = of_layer
         layer = jax.tree.map(on_device, stored)
-        told = number if model.numbers_layers else None
-        ops = ops_of_parts(model.ops(plan), plan)
-        xs, routed = run_layer(blocks, layer, xs, places_of_parts, ops, layer_key, kind, told)
+        info = LayerInfo(layer_key, kind, number if model.numbers_layers else None)
+        xs, routed = run_layer(blocks, layer, xs, places_of_parts, model.ops(plan), plan, info)
         kept = [
             jax.tree.map(partial(jnp.where, number + 1 == one), xs, before)
             for one, before in zip(between, kept, strict=True)
@@ -174,10 +174,9 @@ def run_layer(
     layer: Params,
     xs: tuple[Array, ...],
     places: Sequence[Places],
-    ops: Sequence[Any],
-    key: jax.Array | None,
-    kind: int,
-    number: Int[Array, ""] | int | None,
+    ops: Ops,
+    plan: Plan,
+    info: LayerInfo,
 ) -> tuple[tuple[Array, ...], RouterSums | None]:
     """Run one block on the `halves` of a batch in turn.
 
@@ -186,10 +185,9 @@ def run_layer(
       layer: its parameters, one slice of those that are stacked.
       xs: the residual stream of each half.
       places: the places of the tokens of each half.
-      ops: what the block calls on each half.
-      key: the dropout key; None = no dropout.
-      kind: the number of the layer modulo `config.kinds`.
-      number: the number of the layer, where blocks are told.
+      ops: what the block calls.
+      plan: says what the halves are.
+      info: what the layer is told of itself.
 
     Returns:
       The streams after the block, and the router's sums over both halves.
@@ -197,10 +195,13 @@ def run_layer(
     Raises:
       UserError: as for `run_block`.
     """
-    found = [
-        run_block(blocks, layer, x_BSD, place, one, key, kind, number)
-        for x_BSD, place, one in zip(xs, places, ops, strict=True)
-    ]
+
+    def run(
+        x_BSD: Array, place: Places, ops: Ops
+    ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
+        return run_block(blocks, layer, x_BSD, place, ops, info)
+
+    found = run_parts(run, xs, places, ops, plan)
     streams = tuple(x_BSD for x_BSD, _ in found)
     sums = [routed for _, routed in found]
     return streams, jax.tree.map(lambda *of_halves: sum(of_halves), *sums)
@@ -211,10 +212,8 @@ def run_block(
     layer: Params,
     x_BSD: Float[Array, "B S D"],
     place: Places,
-    ops: Any,
-    key: jax.Array | None,
-    kind: int,
-    number: Int[Array, ""] | int | None,
+    ops: Ops,
+    info: LayerInfo,
 ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
     """Run one block; see `Model.block`.
 
@@ -233,10 +232,10 @@ def run_block(
             positions_BS=place.positions,
             segments_BS=place.segments,
             ops=ops,
-            key=key,
-            kind=kind,
+            key=info.key,
+            kind=info.kind,
             text_BS=place.text,
-            layer=number,
+            layer=info.number,
         )
     y_BSD, routed = found if isinstance(found, tuple) else (found, None)
     if not hasattr(y_BSD, "dtype"):
@@ -272,6 +271,7 @@ def run_query_layer(
     places: Places,
     plan: Plan,
     key: jax.Array | None,
+    ops: Ops | None = None,
 ) -> Float[Array, "B S D"]:
     """Run the query layer on the stream after the last block; see `Model.query`."""
     if key is not None:
@@ -279,7 +279,7 @@ def run_query_layer(
     kind = model.config.layers % model.config.kinds  # that of a layer after the last
     places_of_parts = places_of_halves(places, plan)
 
-    def run_half(layer: Params, x_BSD: Array, place: Places, ops: Any) -> Array:
+    def run_half(layer: Params, x_BSD: Array, place: Places, ops: Ops) -> Array:
         with jax.named_scope("query_layer"):
             return model.parts["query"](
                 layer,
@@ -292,11 +292,8 @@ def run_query_layer(
             )
 
     def run(layer: Params, xs: tuple[Array, ...]) -> tuple[Array, ...]:
-        ops_of_halves = ops_of_parts(model.ops(plan), plan)
-        return tuple(
-            run_half(layer, x_BSD, place, ops)
-            for x_BSD, place, ops in zip(xs, places_of_parts, ops_of_halves, strict=True)
-        )
+        of_plan = ops or model.ops(plan)
+        return tuple(run_parts(partial(run_half, layer), xs, places_of_parts, of_plan, plan))
 
     xs = halves(x_BSD, STORED, plan)
     ys = remat(run, plan, False)(params["query"], xs)

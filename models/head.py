@@ -15,7 +15,8 @@ from jaxpar.models.families import family_of
 from jaxpar.models.norms import NORMS
 from jaxpar.models.parameters import ACTIVATIONS, normal, param, vocab_rows, vocab_table, zeros
 from jaxpar.models.parts import HeadOutput
-from jaxpar.parallel.ops import Ops, ops_without_plan
+from jaxpar.parallel.mesh_ops import ops_without_plan
+from jaxpar.parallel.ops import Ops
 
 
 class Transform(nnx.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.base.config.hidden_pairs import HiddenPair
 from jaxpar.base.layout.sharding import Axes, PyTree
+from jaxpar.parallel.ops import Ops
 
 PROJECTIONS = "distill"
 """The name of the projections among the parameters, beside those of a model's parts."""
@@ -75,7 +76,7 @@ def hidden_loss(
     streams: Sequence[Float[Array, "B S D"]],
     wanted_BSPT: Float[Array, "B S P T"],
     labels_BS: Int[Array, "B S"],
-    ops: Any,
+    ops: Ops,
 ) -> Float[Array, ""]:
     """Compute the summed distance of a model's hidden states from its teacher's.
 

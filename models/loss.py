@@ -16,6 +16,7 @@ from jaxpar.models.hidden import PROJECTIONS, hidden_loss
 from jaxpar.models.parts import Params
 from jaxpar.models.split import SplitModel
 from jaxpar.parallel.cross_entropy import LossSums, LossWeights, SoftTargets, teacher_targets
+from jaxpar.parallel.ops import LossCall
 from jaxpar.parallel.padding import TokenCounts, count_tokens, with_text
 from jaxpar.parallel.zigzag import in_natural_order, in_order
 
@@ -91,19 +92,16 @@ def loss_of_stream(
     """
     head = run_head(model, params, x_BSD, plan)
     with jax.named_scope("loss"):
-        return model.ops(plan).linear_cross_entropy(
-            head.x_BSD,
-            head.table_VD,
+        call = LossCall(
+            head.scores(model.config),
             labels_BS,
-            model.config.vocab_size,
-            weights.z_loss,
-            model.config.logit_softcap,
+            z_loss=weights.z_loss,
             label_smoothing=weights.label_smoothing,
-            **head.biases,
             soft=soft,
             alpha=weights.alpha,
             temperature=weights.temperature,
         )
+        return model.ops(plan).linear_cross_entropy(call)
 
 
 def logits_of_batch(
@@ -114,8 +112,5 @@ def logits_of_batch(
     told = with_text(batch) if model.config.experts else batch
     found = run_to_head(model, params, in_order(told, plan, *order), plan, None, ())
     head = run_head(model, params, found.last, plan)
-    V = model.config.vocab_size
-    scores_BSV = model.ops(plan).logits(
-        head.x_BSD, head.table_VD, V, model.config.logit_softcap, **head.biases
-    )
-    return in_natural_order(scores_BSV[..., :V], plan, *order)
+    scores_BSV = model.ops(plan).logits(head.scores(model.config))
+    return in_natural_order(scores_BSV[..., : model.config.vocab_size], plan, *order)

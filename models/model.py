@@ -12,10 +12,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import jax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
@@ -48,11 +47,14 @@ from jaxpar.models.sparsity import require_sparse
 from jaxpar.models.split import Split, SplitModel, split_part, split_parts
 from jaxpar.models.transformer import Block
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights, SoftTargets
-from jaxpar.parallel.domino import Places
+from jaxpar.parallel.domino import LayerInfo, Places
 from jaxpar.parallel.experts import RouterSums
+from jaxpar.parallel.mesh_ops import MeshOps
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.padding import TokenCounts
-from jaxpar.parallel.sequence_halves import ops_of_parts
+
+_FIRST = LayerInfo()
+"""A layer of the first kind, without dropout."""
 
 
 class Model:
@@ -75,7 +77,7 @@ class Model:
         embed: Maker = Embed,
         blocks: Maker = Block,
         head: Maker = Head,
-        ops: OpsMaker = Ops,
+        ops: OpsMaker = MeshOps,
         projections: Projections | None = None,
     ):
         """Take the parts, each a class of `nnx.Module` or a callable `(config, rngs)` that returns
@@ -290,28 +292,20 @@ class Model:
         self,
         layer: Params,
         x_BSD: Float[Array, "B S D"],
-        positions_BS: Int[Array, "B S"],
-        segments_BS: Int[Array, "B S"] | None,
+        places: Places,
         plan: Plan,
-        key: jax.Array | None = None,
-        kind: int = 0,
-        text_BS: Bool[Array, "B S"] | None = None,
-        ops: Any = None,
-        number: Int[Array, ""] | int | None = None,
+        info: LayerInfo = _FIRST,
+        ops: Ops | None = None,
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
         """Run one block.
 
         Args:
           layer: one slice of `params["blocks"]`.
           x_BSD: the residual stream, in its layout.
-          positions_BS: the places of the tokens in their documents.
-          segments_BS: the documents of the tokens; None = each row is one.
+          places: the places and documents of the tokens, and which are text.
           plan: says how it runs on several devices.
-          key: the dropout key; None = no dropout.
-          kind: the number of the layer modulo `config.kinds`.
-          text_BS: which tokens are text; None = all are.
+          info: what the layer is told of itself; the number where `numbers_layers`.
           ops: what the block calls; None = the model's ops of the plan.
-          number: the number of the layer, where `numbers_layers`.
 
         Returns:
           The stream after the block, and its router's sums over the tokens that are text; None
@@ -322,8 +316,7 @@ class Model:
             documents and it takes none.
         """
         blocks = self._split.parts["blocks"]
-        place = Places(positions_BS, segments_BS, text_BS)
-        return run_block(blocks, layer, x_BSD, place, ops or self.ops(plan), key, kind, number)
+        return run_block(blocks, layer, x_BSD, places, ops or self.ops(plan), info)
 
     def head(self, params: Params, x_BSD: Float[Array, "B S D"], plan: Plan) -> HeadOutput:
         """Run what follows the last block, up to the scores.
@@ -388,22 +381,18 @@ class Model:
         self,
         layers: Params,
         x_BSD: Float[Array, "B S D"],
-        positions_BS: Int[Array, "B S"],
-        segments_BS: Int[Array, "B S"] | None,
+        places: Places,
         plan: Plan,
         key: jax.Array | None = None,
-        text_BS: Bool[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
         """Run all blocks in turn.
 
         Args:
           layers: `params["blocks"]`, or slices of it.
           x_BSD: the residual stream, in its layout.
-          positions_BS: the places of the tokens in their documents.
-          segments_BS: the documents of the tokens; None = each row is one.
+          places: the places and documents of the tokens, and which are text.
           plan: says how it runs on several devices.
           key: the dropout key; None = no dropout.
-          text_BS: which tokens are text; None = all are.
 
         Returns:
           The stream after the last block, and the means of the routers' sums over the layers; None
@@ -412,7 +401,6 @@ class Model:
         Raises:
           UserError: as for `block`.
         """
-        places = Places(positions_BS, segments_BS, text_BS)
         found = run_blocks(self._split, layers, x_BSD, places, plan, key)
         return found.last, found.routed
 
@@ -423,6 +411,7 @@ class Model:
         places: Places,
         plan: Plan,
         key: jax.Array | None = None,
+        ops: Ops | None = None,
     ) -> Float[Array, "B S D"]:
         """Run the query layer, which follows the last block where `config.query_layer` is set.
 
@@ -432,11 +421,12 @@ class Model:
           places: the places and documents of the tokens.
           plan: says how it runs on several devices, and what it keeps for its backward.
           key: the dropout key of the blocks; None = no dropout.
+          ops: what the layer calls; None = the model's ops of the plan.
 
         Returns:
           The stream that the head takes.
         """
-        return run_query_layer(self._split, params, x_BSD, places, plan, key)
+        return run_query_layer(self._split, params, x_BSD, places, plan, key, ops)
 
     def layer(
         self,
@@ -444,9 +434,7 @@ class Model:
         xs: tuple[Array, ...],
         places: Sequence[Places],
         plan: Plan,
-        key: jax.Array | None,
-        kind: int = 0,
-        number: Int[Array, ""] | int | None = None,
+        info: LayerInfo = _FIRST,
     ) -> tuple[tuple[Array, ...], RouterSums | None]:
         """Run one block on the `halves` of a batch in turn.
 
@@ -455,9 +443,7 @@ class Model:
           xs: the residual stream of each half.
           places: the places of the tokens of each half.
           plan: says how it runs on several devices.
-          key: the dropout key; None = no dropout.
-          kind: as for `block`.
-          number: as for `block`.
+          info: what the layer is told of itself.
 
         Returns:
           The streams after the block, and the router's sums over both halves.
@@ -466,8 +452,7 @@ class Model:
           UserError: as for `block`.
         """
         blocks = self._split.parts["blocks"]
-        ops = ops_of_parts(self.ops(plan), plan)
-        return run_layer(blocks, layer, xs, places, ops, key, kind, number)
+        return run_layer(blocks, layer, xs, places, self.ops(plan), plan, info)
 
     def loss(
         self,

@@ -7,7 +7,7 @@ Shapes: B batch, S sequence, D embed, V vocab.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -16,13 +16,13 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import PyTree
 from jaxpar.parallel.experts import RouterSums
-from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.ops import LogitsCall, Ops
 
 Params: TypeAlias = dict[str, PyTree]
 Maker = Callable[[ModelConfig, nnx.Rngs], nnx.Module]
 """Makes a part of a model: a class of `nnx.Module`, or any other callable that returns one."""
-OpsMaker = Callable[[Plan], Any]
-"""Makes the ops that the parts call from a plan: `Ops`, or a class with the same methods."""
+OpsMaker = Callable[[Plan], Ops]
+"""Makes the ops that the parts call from a plan, such as the class `MeshOps`."""
 
 
 class HeadOutput(NamedTuple):
@@ -38,12 +38,11 @@ class HeadOutput(NamedTuple):
     table_VD: Float[Array, "V D"]
     bias_V: Float[Array, " V"] | None = None
 
-    @property
-    def biases(self) -> dict[str, Array]:
-        """The bias as ops take it, by name; without one there is none, so that ops of one's own
-        need not know it.
-        """
-        return {} if self.bias_V is None else {"bias_V": self.bias_V}
+    def scores(self, config: ModelConfig) -> LogitsCall:
+        """What the ops are given that make the scores, or a loss of them."""
+        return LogitsCall(
+            self.x_BSD, self.table_VD, config.vocab_size, config.logit_softcap, self.bias_V
+        )
 
 
 class EmbedPart(Protocol):
@@ -98,9 +97,8 @@ class BlockPart(Protocol):
             of a sequence in another order, and generation gives one token at a time: a block that
             counts places itself is wrong there.
           segments_BS: int32, the number of each token's document; None = a row is one document.
-          ops: `jaxpar.parallel.Ops`, or a class with the same methods: matmuls, lookups,
-            attention and experts under the plan. Attention through `ops.attention` has its cache
-            in generation.
+          ops: matmuls, lookups, attention and experts under the plan. Attention through
+            `ops.attention` has its cache in generation.
           key: the key of dropout; None = no dropout.
           kind: the layer's number modulo `config.kinds`, which says which of the masks is its own.
           text_BS: which tokens are no padding; None = all are. Routers count these.

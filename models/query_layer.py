@@ -63,5 +63,6 @@ class QueryLayer(Block):
         (q_BSHh,) = column_linears(next_BSD, [self.linear("q")], ops, "attention_seq")
         of_stream = [self.linear("k"), self.linear("v")]
         k_BSHh, v_BSHh = column_linears(x_BSD, of_stream, ops, "attention_seq")
-        mixed_BSHh = self.attend(q_BSHh, k_BSHh, v_BSHh, positions_BS, segments_BS, ops, key, kind)
+        call = self.attention_call(q_BSHh, k_BSHh, v_BSHh, positions_BS, segments_BS, key, kind)
+        mixed_BSHh = ops.attention(call)
         return row_linear(mixed_BSHh, self.linear("out"), ops, "attention_seq")

@@ -65,15 +65,13 @@ def teacher_answer(
     told = with_text(batch) if model.config.experts else batch
     streams = model.streams(params, in_order(told, plan, *order), plan, after=after)
     head = model.head(params, streams.last, plan)
-    sizes = model.config
+    family = model.config.family
     if head.bias_V is not None:
         raise UserError(
-            f"model.family={sizes.family} adds a bias to its scores, as models of masked tokens "
+            f"model.family={family} adds a bias to its scores, as models of masked tokens "
             "do: a teacher predicts the next token"
         )
-    found = model.ops(plan).linear_top_k(
-        head.x_BSD, head.table_VD, k, sizes.vocab_size, sizes.logit_softcap
-    )
+    found = model.ops(plan).linear_top_k(head.scores(model.config), k)
     top = TopK(*(in_natural_order(x, plan, *order) for x in found))
     if not after:
         return TeacherAnswer(top, None)

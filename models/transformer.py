@@ -29,7 +29,8 @@ from jaxpar.models.positions import count_positions, rotary_frequencies, rotate
 from jaxpar.models.sparsity import weight_form
 from jaxpar.parallel import dropout
 from jaxpar.parallel.experts import RouterSums
-from jaxpar.parallel.ops import Ops, ops_without_plan
+from jaxpar.parallel.mesh_ops import ops_without_plan
+from jaxpar.parallel.ops import AttentionCall, ExpertsCall, Ops
 from jaxpar.parallel.remat import named
 
 
@@ -219,34 +220,33 @@ class Block(nnx.Module):
         """
         linears = [self.linear("q"), self.linear("k"), self.linear("v")]
         q_BSHh, k_BSKh, v_BSKh = column_linears(x_BSD, linears, ops, "attention_seq")
-        mixed_BSHh = self.attend(q_BSHh, k_BSKh, v_BSKh, positions_BS, segments_BS, ops, key, kind)
+        call = self.attention_call(q_BSHh, k_BSKh, v_BSKh, positions_BS, segments_BS, key, kind)
+        mixed_BSHh = ops.attention(call)
         return row_linear(mixed_BSHh, self.linear("out"), ops, "attention_seq")
 
-    def attend(
+    def attention_call(
         self,
         q_BSHh: Float[Array, "B S H h"],
         k_BSKh: Float[Array, "B S K h"],
         v_BSKh: Float[Array, "B S K h"],
         positions_BS: Int[Array, "B S"],
         segments_BS: Int[Array, "B S"] | None,
-        ops: Ops,
         key: jax.Array | None,
         kind: int,
-    ) -> Float[Array, "B S H h"]:
-        """Norm and turn queries and keys as the family does, and attend.
+    ) -> AttentionCall:
+        """Norm and turn queries and keys as the family does: what attention is asked.
 
         Args:
-          q_BSHh: the queries as the matmul made them, and so are the keys and values.
-          k_BSKh: see there.
-          v_BSKh: see there.
-          positions_BS: as for a block.
-          segments_BS: as for a block.
-          ops: as for a block.
-          key: as for a block.
-          kind: as for a block.
+          q_BSHh: the queries as the matmul made them.
+          k_BSKh: the keys likewise.
+          v_BSKh: the values likewise.
+          positions_BS: the place of each token in its document.
+          segments_BS: the number of each token's document; None = a row is one.
+          key: the key of dropout; None = no dropout.
+          kind: the number of the layer modulo `config.kinds`.
 
         Returns:
-          The mixed values of each head.
+          The call, whose answer is the mixed values of each head.
         """
         config = self.config
         family = self.family
@@ -262,7 +262,7 @@ class Block(nnx.Module):
         if not family.qk_norm:
             q_BSHh = named(q_BSHh, "q")
             k_BSKh = named(k_BSKh, "k")
-        return ops.attention(
+        return AttentionCall(
             q_BSHh,
             k_BSKh,
             named(v_BSKh, "v"),
@@ -303,7 +303,8 @@ class Block(nnx.Module):
         seqs = ["attention_seq"] * 3 + ["seq"] * len(of_mlp)
         found = column_linears(x_BSD, of_heads + of_mlp, ops, seqs)
         q_BSHh, k_BSKh, v_BSKh, *wide_BSF = found
-        mixed_BSHh = self.attend(q_BSHh, k_BSKh, v_BSKh, positions_BS, segments_BS, ops, key, kind)
+        call = self.attention_call(q_BSHh, k_BSKh, v_BSKh, positions_BS, segments_BS, key, kind)
+        mixed_BSHh = ops.attention(call)
         hidden_BSF = self.mlp_hidden(wide_BSF)
         return row_linears(
             [mixed_BSHh, hidden_BSF],
@@ -369,7 +370,7 @@ class Block(nnx.Module):
         Returns:
           What is added, in the layout of the stream, and the router's sums.
         """
-        return ops.expert_mlp(
+        call = ExpertsCall(
             x_BSD,
             self.router[...],
             self.linear("gate").view,
@@ -379,6 +380,7 @@ class Block(nnx.Module):
             text_BS,
             self.config.router,
         )
+        return ops.expert_mlp(call)
 
 
 def _number(layer: Int[Array, ""] | int | None) -> Int[Array, ""] | int:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxpar.base.layout.plan import Plan
 from jaxpar.hlo.program.tasks import walk
 from jaxpar.hlo.read import read_program
-from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.mesh_ops import MeshOps
 from jaxpar.rehearse.cost import Cost
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 from jaxpar.rehearse.timeline import TaskTime
@@ -30,12 +30,12 @@ BYTES = 4 * WIDTH * MLP
 
 def library(up: Any, down: Any, x: Any, plan: Plan) -> Any:
     with jax.named_scope("block"), jax.named_scope("mlp"):
-        (h,) = Ops(plan).column_linear(
+        (h,) = MeshOps(plan).column_linear(
             x,
             [up],
             [("mlp",)],
         )
-        return jnp.sum(jnp.square(Ops(plan).row_linear(jnp.tanh(h), down, ("mlp",))))
+        return jnp.sum(jnp.square(MeshOps(plan).row_linear(jnp.tanh(h), down, ("mlp",))))
 
 
 def plain(up: Any, down: Any, x: Any, plan: Plan) -> Any:

@@ -1,11 +1,11 @@
 """What everything stands on, from the ground up. This wing imports jax, numpy, rich and the
 standard library only, and in `storage` alone filelock, fsspec and huggingface_hub too.
 
-Plain things come first: `errors` and `console` speak to the user; `number_checks`, `ranges`,
-`durations` and `key_aliases` judge what a user gives; `toml` reads and writes files of settings,
-`old_keys` those of earlier versions; `registry` has what is chosen by a name. `atomic_write` writes
-files, `checksum_line` gives a text a checksum, `storage` opens URLs, `machine` says what this
-machine has, and `version` which jaxpar this is.
+Plain things come first: `errors` and `console` speak to the user; `field_marks` is what a schema
+says of its settings; `number_checks`, `ranges`, `durations` and `key_aliases` judge what a user
+gives; `toml` reads and writes files of settings, `old_keys` those of earlier versions; `registry`
+has what is chosen by a name. `atomic_write` writes files, `checksum_line` gives a text a checksum,
+`storage` opens URLs, `machine` says what this machine has, and `version` which jaxpar this is.
 
 `hardware` has the figures of chips, `compiler` and `compiled_for` what XLA is told, and
 `default_options` asks the compiler at hand what it takes of that. `jax_compat` is the only place

@@ -31,9 +31,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Readers see the file whole or not at all, also while others write it and after a power cut; its
     folder is made. The old content is there until the new one has reached the disk.
 
-    Args:
-      path: the file.
-
     Yields:
       The open file.
 
@@ -83,11 +80,10 @@ def write_whole(path: Path, text: str | bytes) -> None:
     """Write a file by `replacing`.
 
     Args:
-      path: the file.
       text: its content; a text is written in UTF-8.
 
     Raises:
-      UserError: as for `replacing`.
+      UserError: `replacing` cannot write the file.
     """
     with replacing(path) as file:
         file.write(text.encode() if isinstance(text, str) else text)
@@ -95,9 +91,6 @@ def write_whole(path: Path, text: str | bytes) -> None:
 
 def make_folder(folder: Path) -> None:
     """Make a folder, with those above it, unless it is there; a power cut does not take it away.
-
-    Args:
-      folder: the folder.
 
     Raises:
       OSError: it cannot be made.
@@ -127,11 +120,8 @@ def sync(path: Path) -> None:
 def sync_below(folder: Path) -> None:
     """Wait until all that is in a folder has reached the disk, and the folder itself.
 
-    Args:
-      folder: the folder.
-
     Raises:
-      OSError: as for `sync`.
+      OSError: `sync` fails for a file or a folder.
     """
     for place, _, files in os.walk(folder, topdown=False):
         for name in files:

@@ -7,6 +7,7 @@ the laptop's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, cast
@@ -54,6 +55,20 @@ def compiling_for(device: jax.Device) -> Iterator[None]:
             f"the kernel {kernel} does not lower for {device.device_kind} with jax "
             f"{jax.__version__} ({said}): for attention, kernels.attention=chunked needs none"
         ) from error
+
+
+def too_old(capability: str = "") -> str:
+    """Why a GPU has no kernels of its own: those of Triton and cuDNN begin with Ampere; empty = it
+    may have them.
+
+    Args:
+      capability: its compute capability, `9.0`; empty = that of the device that is compiled for.
+    """
+    capability = capability or device_of_compilation().capability
+    old = re.fullmatch(r"[1-7]\.\d", capability)
+    if old:
+        return f"compute capability {capability} is below 8.0"
+    return ""
 
 
 def device_of_compilation() -> CompilationDevice:

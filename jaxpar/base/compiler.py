@@ -186,7 +186,7 @@ def option_notes(mesh: Mesh, words: Iterable[str]) -> list[str]:
       A line for the log, or none.
 
     Raises:
-      UserError: as for `read_options`.
+      UserError: `read_options` refuses a word.
     """
     own = read_options(words)
     device = mesh.devices.flat[0]

@@ -95,11 +95,7 @@ def banner(plan: Plan, facts: Mapping[str, str]) -> list[str]:
     given.
 
     Args:
-      plan: the plan of the run.
       facts: further texts by what they are of.
-
-    Returns:
-      The lines.
     """
     devices = list(plan.mesh.devices.ravel())
     platform = devices[0].platform
@@ -180,7 +176,7 @@ class ProgressLine:
 
         Args:
           step: the number of the step.
-          numbers: what is known of it, as for `numbers_text`.
+          numbers: what is known of it, which `numbers_text` writes.
           eta_seconds: the seconds that are left of the run.
         """
         text = numbers_text(numbers)

@@ -69,7 +69,6 @@ def compile_nothing(device: jax.Device, options: Mapping[str, Option]) -> None:
 
     Args:
       device: the device, which may be absent.
-      options: the options.
 
     Raises:
       JaxRuntimeError: the compiler does not take one of them.

@@ -60,9 +60,6 @@ def with_urls(text: str) -> str:
 
     Args:
       text: a message, or one path.
-
-    Returns:
-      The text.
     """
     for path, url in _URLS.items():
         text = text.replace(path, url)
@@ -77,9 +74,6 @@ def without_passwords(text: str) -> str:
 
     Args:
       text: a message.
-
-    Returns:
-      The text.
     """
     return _PASSWORD.sub(r"\1:***@", text)
 
@@ -127,14 +121,10 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether a path begins with a scheme, such as `s3://`; `Path` may have made one slash of
-    two.
+    """Whether a path begins with a scheme, such as `s3://`; `Path` may have made one slash of two.
 
     Args:
       path: what was given as a path; empty = none.
-
-    Returns:
-      Whether it does.
     """
     return bool(_URL.match(str(path)))
 
@@ -180,9 +170,6 @@ def json_line(value: object) -> str:
 
 def short(value: object) -> str:
     """Write a value as Python does, for a message.
-
-    Args:
-      value: any value.
 
     Returns:
       The text, of at most 80 characters.
@@ -230,12 +217,8 @@ def read_json(
     """Read the object in a JSON file.
 
     Args:
-      file: the file.
       kinds: what some of its values must be, by key: `{"weight_map": dict[str, str], "r": int,
         "bias": str | None}`. A key may be absent. Values of other keys may be anything.
-
-    Returns:
-      The object.
 
     Raises:
       UserError: the file cannot be read, is no JSON or holds no object, has one key twice with
@@ -252,9 +235,6 @@ def parse_json(text: str | bytes, origin: str) -> Any:
     Args:
       text: the text, or its bytes in UTF-8.
       origin: what a message calls it.
-
-    Returns:
-      The value.
 
     Raises:
       UserError: it is no JSON, is too deep to be read, or has one key twice with different values.
@@ -279,12 +259,8 @@ def require_kinds(
     """Require that a value of JSON is an object whose values are of some kinds.
 
     Args:
-      value: the value.
-      kinds: as for `read_json`.
+      kinds: the kind of each value by its key, which `read_json` takes too.
       origin: what a message calls the value.
-
-    Returns:
-      The value.
 
     Raises:
       UserError: it is no object, or one of its values is of another kind.
@@ -303,7 +279,6 @@ def is_kind(value: object, kind: Any) -> bool:
     A whole number is one of 64 bits and no boolean; every number is finite.
 
     Args:
-      value: the value.
       kind: a type, `list[int]`, `dict[str, str]`, one of several as in `int | None`, or `Any`.
 
     Returns:

@@ -105,7 +105,7 @@ class Protocol:
     switch.
     """
     dcn_hop: float = 0.0
-    """The same for a step over the data-centre network."""
+    """Seconds that a step over the data-centre network takes at the least."""
     share: float = 1.0
     """The share of the bandwidth that it reaches."""
 
@@ -219,9 +219,9 @@ class HeadDimTiles:
     """The largest head_dim that takes these."""
     forward: tuple[int, ...] = ()
     dq: tuple[int, ...] = ()
-    """Those of the kernel that gives the queries' gradient."""
+    """The tiles of the kernel that gives the queries' gradient."""
     dkv: tuple[int, ...] = ()
-    """Those of the kernel that gives the gradients of keys and values."""
+    """The tiles of the kernel that gives the gradients of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -295,9 +295,6 @@ def load_chip(name: str) -> Chip:
 
     Args:
       name: the name of the file, without its ending.
-
-    Returns:
-      The chip.
 
     Raises:
       UserError: there is no such file.

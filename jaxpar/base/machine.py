@@ -19,9 +19,6 @@ COMPILING = ("jaxpar", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda
 def memory_of(device: jax.Device) -> int:
     """Ask a device for the size of its memory.
 
-    Args:
-      device: the device.
-
     Returns:
       Bytes; 0 where it does not say, is a CPU, or is not here.
     """

@@ -19,7 +19,6 @@ def require_whole(
 
     Args:
       what: what takes the argument, for the message.
-      name: the argument's name.
       value: what was given.
       least: the least that it may be; None = any number.
       most: the most that it may be; None = any number.
@@ -54,7 +53,6 @@ def require_number(
 
     Args:
       what: what takes the argument, for the message.
-      name: the argument's name.
       value: what was given.
       least: the least that it may be.
       above: what it must be larger than.

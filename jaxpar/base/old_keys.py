@@ -68,9 +68,6 @@ def renew_tables(
       default_peak: the learning rate of a file that gives none.
       origin: what a message calls the file.
 
-    Returns:
-      The tables.
-
     Raises:
       UserError: the file has the old key and the new one, or the old one is not a number.
     """

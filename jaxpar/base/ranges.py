@@ -6,14 +6,13 @@ NaN and infinity are in no range.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import typing
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from jaxpar.base.errors import UserError
+from jaxpar.base.field_marks import marks_of
 
 MOST_WORDS = 2**24
 """Ids of a vocabulary. The largest in use are of some 260,000."""
@@ -62,30 +61,14 @@ def ranges(schema: type) -> dict[str, Range]:
 
     A tuple's range is that of its items.
     """
-    return dict(_ranges(schema, ""))
-
-
-def _ranges(schema: type, prefix: str) -> Iterator[tuple[str, Range]]:
-    for name, hint in typing.get_type_hints(schema, include_extras=True).items():
-        yield from _ranges_of(hint, prefix + name)
-
-
-def _ranges_of(hint: Any, key: str) -> Iterator[tuple[str, Range]]:
-    """The ranges of one annotation, which may be any type."""
-    if typing.get_origin(hint) is Annotated:
-        inner, *marks = typing.get_args(hint)
-        yield from ((key, mark) for mark in marks if isinstance(mark, Range))
-        yield from _ranges_of(inner, key)
-    elif typing.get_origin(hint) is tuple:
-        yield from _ranges_of(typing.get_args(hint)[0], key)
-    elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        yield from _ranges(hint, f"{key}.")
+    return {key: marks[-1] for key, marks in marks_of(schema, Range).items()}
 
 
 def require_ranges(
     schema: type,
     values: typing.Mapping[str, Any],
     inside: str = "",
+    table: str = "",
 ) -> None:
     """Refuse a number that is not in its range.
 
@@ -93,6 +76,7 @@ def require_ranges(
       schema: the dataclass that the values are of.
       values: values of the right types by dotted key, as `flatten` returns them.
       inside: what a message leaves out at the front of a key, such as `config.`.
+      table: what it puts there.
 
     Raises:
       UserError: the message names the key, the value and the range.
@@ -108,27 +92,7 @@ def require_ranges(
             items = (value,)
         for number in items:
             if not allowed.holds(number):
-                raise UserError(out_of_range(key.removeprefix(inside), number, allowed))
-
-
-def range_rows(schema: type, defaults: typing.Mapping[str, Any]) -> list[str]:
-    """Write the rows of a table in Markdown about the numbers of a schema.
-
-    Args:
-      schema: the dataclass.
-      defaults: the defaults by dotted key.
-
-    Returns:
-      A row for each number, with the key, the default and the range.
-    """
-    return [
-        f"| `{key}` | {_default_text(defaults[key])} | {allowed} |"
-        for key, allowed in ranges(schema).items()
-    ]
-
-
-def _default_text(value: Any) -> str:
-    return "none" if value == () else number_text(value)
+                raise UserError(out_of_range(table + key.removeprefix(inside), number, allowed))
 
 
 def out_of_range(key: str, value: float, allowed: Range) -> str:

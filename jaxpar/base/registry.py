@@ -14,16 +14,15 @@ of a config lies below the code that it chooses from.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import inspect
 import re
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jaxpar.base.errors import UserError, short, suggest
+from jaxpar.base.field_marks import marks_of
 
 T = TypeVar("T")
 Kept = TypeVar("Kept")
@@ -158,6 +157,10 @@ FORMS: Registry[Any] = Registry("the form of a collective", "jaxpar.parallel.lin
 """How a linear gathers and scatters: see `register_form` there."""
 RATES: Registry[Any] = Registry("train.schedule", "jaxpar.train.optimizer.learning_rate")
 """How the learning rate goes on after the warm-up: see `register_rate` there."""
+OPTIMIZERS: Registry[Any] = Registry("optimizer.name", "jaxpar.train.optimizer.named_optimizers")
+"""What makes a step of gradients: see `register_optimizer` there."""
+KERNELS: Registry[Any] = Registry("kernels.attention", "jaxpar.kernels.attention.implementations")
+"""What computes attention: see `register_kernel` in `jaxpar.kernels.attention.kernel`."""
 SOURCES: Registry[Any] = Registry("data.source", "jaxpar.data.sources")
 """Where tokens come from: see `register_source` there."""
 SINKS: Registry[Any] = Registry("metrics.sinks", "jaxpar.train.sinks")
@@ -191,28 +194,6 @@ class OneOf:
                 raise UserError(f"{key} {unknown(name, known)}")
 
 
-@functools.cache
-def named_settings(schema: type) -> dict[str, OneOf]:
-    """The settings of a dataclass that name something registered, by dotted key.
-
-    Args:
-      schema: a dataclass, whose sections are dataclasses too.
-
-    Returns:
-      What each may name.
-    """
-    return dict(_named_settings(schema, ""))
-
-
-def _named_settings(schema: type, prefix: str) -> Iterator[tuple[str, OneOf]]:
-    for name, hint in typing.get_type_hints(schema, include_extras=True).items():
-        if typing.get_origin(hint) is Annotated:
-            marks = typing.get_args(hint)[1:]
-            yield from ((prefix + name, mark) for mark in marks if isinstance(mark, OneOf))
-        elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            yield from _named_settings(hint, f"{prefix}{name}.")
-
-
 def require_names(
     schema: type,
     values: Mapping[str, Any],
@@ -228,9 +209,9 @@ def require_names(
     Raises:
       UserError: the message names the key and the value, and lists what is registered.
     """
-    for key, one_of in named_settings(schema).items():
+    for key, names in marks_of(schema, OneOf).items():
         if key in values:
-            one_of.require(key.removeprefix(inside), values[key])
+            names[-1].require(key.removeprefix(inside), values[key])
 
 
 def registering(

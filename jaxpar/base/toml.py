@@ -25,7 +25,9 @@ TABLE = {"table": True}
 names and values.
 """
 TABLE_OF_LISTS = {"table": True, "lists": True}
-"""The same, where a value of the table may be a list of words, which stand with commas."""
+"""The metadata of a field as `TABLE`, where a value of the table may be a list of words, which
+stand with commas.
+"""
 
 
 def presets(package: str) -> dict[str, Traversable]:
@@ -79,9 +81,6 @@ def read_tables(text: str, origin: str) -> dict[str, Any]:
       text: the TOML.
       origin: what a message calls it.
 
-    Returns:
-      The tables.
-
     Raises:
       UserError: it is no TOML.
     """
@@ -102,9 +101,6 @@ def from_toml(schema: type[T], text: str, origin: str) -> T:
       text: the TOML.
       origin: what a message calls it.
 
-    Returns:
-      The instance.
-
     Raises:
       UserError: the text is no TOML, a key is not known, or a value has the wrong type.
     """
@@ -116,6 +112,7 @@ def from_dict(
     value: Mapping[str, Any],
     origin: str,
     prefix: str = "",
+    root: type | None = None,
 ) -> T:
     """An instance of the dataclass `schema` from nested dicts, as a TOML file gives them.
 
@@ -124,6 +121,7 @@ def from_dict(
       value: tables of tables, by key.
       origin: what a message calls their source.
       prefix: what a message has before a key: `mesh.`.
+      root: the schema whose table it is; None = it is the whole.
 
     Returns:
       The instance; what is not given has its default.
@@ -133,9 +131,11 @@ def from_dict(
         type.
     """
     hints = _type_hints(schema)
+    root = root or schema
     for key in value:
         if key not in hints:
-            raise UserError(f"{origin}: unknown key {prefix}{key}{_hint(prefix, key, hints)}")
+            near = _hint(prefix, key, hints, root)
+            raise UserError(f"{origin}: unknown key {prefix}{key}{near}")
     tables = {
         one.name: bool(one.metadata.get("lists"))
         for one in dataclasses.fields(schema)  # pyright: ignore[reportArgumentType]
@@ -148,7 +148,10 @@ def from_dict(
         for key, item in value.items()
     }
     return schema(
-        **{key: _coerce(hints[key], item, origin, prefix + key) for key, item in given.items()}
+        **{
+            key: _coerce(hints[key], item, origin, prefix + key, root)
+            for key, item in given.items()
+        }
     )
 
 
@@ -158,11 +161,11 @@ def _type_hints(schema: type) -> dict[str, Any]:
     return typing.get_type_hints(schema)
 
 
-def _hint(prefix: str, key: str, hints: Mapping[str, Any]) -> str:
+def _hint(prefix: str, key: str, hints: Mapping[str, Any], root: type) -> str:
     """The key that was meant: one of this table, by its letters or its meaning, or of another table
     of a config.
     """
-    meant = meaning(key)
+    meant = meaning(key, root)
     if meant and meant.startswith(prefix) and (prefix or meant.partition(".")[0] in hints):
         return f" (did you mean {meant.removeprefix(prefix)!r}?)"
     # where its meaning is known, a key of this table must be a misspelling of it
@@ -175,11 +178,11 @@ def _hint(prefix: str, key: str, hints: Mapping[str, Any]) -> str:
 
 
 # a hint may be any type, and so may the value
-def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:
+def _coerce(hint: Any, value: Any, origin: str, key: str, root: type) -> Any:
     """The value as the annotated type, or a UserError that names the key."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, dict):
-            return from_dict(hint, value, origin, key + ".")
+            return from_dict(hint, value, origin, key + ".", root)
         raise UserError(
             f"{origin}: {key} is a table of settings, found {short(value)}: write [{key}] or "
             f"{key}.name = value"
@@ -197,7 +200,7 @@ def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:
     if typing.get_origin(hint) is tuple:
         (item_hint, *_), items = typing.get_args(hint), [value] if isinstance(value, str) else value
         if isinstance(items, list):
-            return tuple(_coerce(item_hint, item, origin, key) for item in items)
+            return tuple(_coerce(item_hint, item, origin, key, root) for item in items)
         if item_hint is int:
             what = "whole numbers"
         else:
@@ -247,9 +250,6 @@ def to_toml(config: object, header: str = "") -> str:
     Args:
       config: the dataclass.
       header: a comment above it; empty = none.
-
-    Returns:
-      The text.
     """
     tables = {"": [f"# {line}" for line in header.splitlines()]}
     for key, value in flatten(config).items():

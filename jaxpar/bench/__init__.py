@@ -1,6 +1,5 @@
-"""Two or more ways to do one thing, timed in turns in one run: `measure` does so, with a training
-step for them (PyTorch's is `torch_step`), and `generate` with both parts of generation
-(`torch_generate`).
+"""Timings of two or more ways to do one thing, in turns in one run: of a training step by `measure`
+(PyTorch's is `torch_step`), and of both parts of generation by `generate` (`torch_generate`).
 
 `presets` times nothing: it rehearses every preset with the compilers at hand, beside those of
 another version.

@@ -20,7 +20,7 @@ from jaxpar.train.generation import GenerationTimes, Generator
 
 
 class Parts(NamedTuple):
-    """Seconds of one call: the first new token of all prompts, and all the others."""
+    """The seconds of one call: for the first new token of all prompts, and for all the others."""
 
     prefill: float
     decode: float
@@ -42,11 +42,11 @@ def bench_generate(
 
     Args:
       experiment: the model, its plan and devices.
-      batch: the prompts at once.
-      prompt_tokens: the tokens of each.
-      new_tokens: the new tokens of each, 2 at least: the first of them is the prefill's.
+      batch: the number of prompts at once.
+      prompt_tokens: the tokens of each prompt.
+      new_tokens: the new tokens of each prompt, 2 at least: the first of them is the prefill's.
       rounds: the turns of each side.
-      say: is called with what there is to say, such as the ratio with its quartiles.
+      say: is called with notes, such as the ratio with its quartiles.
 
     Returns:
       A row for each side, with the medians of tokens a second.
@@ -98,8 +98,8 @@ def bench_generate(
 def generation_seconds(
     experiment: Experiment, batch: int, prompt_tokens: int
 ) -> Callable[[int], Parts]:
-    """`run(n)` continues the same random prompts by n tokens, and returns the seconds of both
-    parts.
+    """Make `run(n)`, which continues the same random prompts by n tokens, and returns the seconds
+    of both parts.
     """
     model = in_parts(experiment.model, "bench generate")
     plan = experiment.plan
@@ -143,7 +143,7 @@ def _say_ratios(
     rounds: int,
     say: Say,
 ) -> None:
-    """Say how much faster ours is than the other, in each part."""
+    """Say how much faster ours is than the other side, in each part."""
     for index, part in enumerate(Parts._fields):
         ratios = seconds[:, 1, index] / seconds[:, 0, index]
         low, middle, high = np.percentile(ratios, (25, 50, 75))

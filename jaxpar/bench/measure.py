@@ -27,8 +27,8 @@ from jaxpar.train.metrics import device_memory, mfu
 from jaxpar.train.step import init_state, make_train_step
 
 LEAST_SECONDS = 0.02
-"""Calls are timed together until they take this long, as a small kernel runs for less time than its
-start takes.
+"""The seconds that calls are timed together for, at least, as a small kernel runs for less time
+than its start takes.
 """
 
 Cell = str | int | float | None
@@ -80,8 +80,8 @@ def alternate(
 
 
 def mean_seconds(function: Callable[[], object], calls: int) -> float:
-    """The mean seconds of a call, over `calls` calls in a row; the arrays that the last one returns
-    are waited for.
+    """Measure the mean seconds of a call, over `calls` calls in a row; the arrays that the last one
+    returns are waited for.
     """
     began = time.perf_counter()
     last = None
@@ -92,7 +92,7 @@ def mean_seconds(function: Callable[[], object], calls: int) -> float:
 
 
 def table(rows: Sequence[BenchRow]) -> str:
-    """A Markdown table with every column that any row has; empty if there are no rows."""
+    """Write a Markdown table with every column that any row has; empty if there are no rows."""
     head = list(dict.fromkeys(key for row in rows for key in row))
     lines = [
         head,
@@ -187,8 +187,8 @@ def bench_step(
 
 
 def train_steps(experiment: Experiment) -> Callable[[int], float]:
-    """`run(n)` takes n training steps on the same random tokens and returns the last loss, which it
-    waits for.
+    """Make `run(n)`, which takes n training steps on the same random tokens and returns the last
+    loss, which it waits for.
     """
     batch = random_batch(experiment.config, experiment.plan)
     step = make_train_step(experiment)
@@ -206,7 +206,7 @@ def train_steps(experiment: Experiment) -> Callable[[int], float]:
 
 
 def random_batch(config: Config, plan: Plan) -> dict[str, jax.Array]:
-    """Random tokens of a config's shape, the same at every call."""
+    """Draw random tokens of a config's shape, the same at every call."""
     shape = (config.train.batch, config.data.seq_len + 1)
     ids = np.random.default_rng(0).integers(
         0,
@@ -241,8 +241,8 @@ def require_torch_optimizer(experiment: Experiment) -> None:
 
 
 def torch_steps(config: Config) -> contextlib.AbstractContextManager[Callable[[int], BenchRow]]:
-    """`run(n)` takes n steps in PyTorch and returns what ran them (`by`), their loss and their
-    memory: see `torch_process`.
+    """Make `run(n)`, which takes n steps in PyTorch (`torch_process`) and returns what ran them
+    (`by`), their loss and their memory.
     """
     vocab = config.model.vocab_size
     multiple = config.model.vocab_multiple

@@ -1,7 +1,7 @@
 """`jaxpar bench presets` rehearses every preset on its target with the compilers at hand, and
 compares the answers with those of other versions.
 
-A new jax, libtpu or CUDA plugin is looked at so: the table of the old one beside that of the new.
+So a new jax, libtpu or CUDA plugin is judged: the old version's table stands beside the new one's.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class PresetRow(TypedDict):
     preset: str
     target: str
     seconds: float
-    """A step, as the rehearsal plays it."""
+    """The seconds of a step, as the rehearsal plays it."""
     exposed: float
-    """Of it, seconds in which compute waits for collectives."""
+    """The seconds in which compute waits for collectives."""
     bytes: int
     """The memory that a device needs."""
     fits: bool
     compiling: float
-    """Seconds that tracing, compiling and reading took."""
+    """The seconds that tracing, compiling and reading took."""
     refused: str
-    """Why there is no step; empty = there is one."""
+    """The reason why there is no step; empty = there is one."""
 
 
 class PresetTable(TypedDict):
@@ -122,12 +122,6 @@ def _row(name: str) -> PresetRow:
 def read_presets(file: Path) -> PresetTable:
     """Read the table that an earlier `jaxpar bench presets --json` wrote.
 
-    Args:
-      file: the file.
-
-    Returns:
-      Its table.
-
     Raises:
       UserError: the file cannot be read, or is no such table.
     """
@@ -144,7 +138,7 @@ def read_presets(file: Path) -> PresetTable:
 
 
 def preset_rows(now: PresetTable, before: PresetTable | None = None) -> list[BenchRow]:
-    """The lines of a table that a person reads.
+    """Make the lines of a table that a person reads.
 
     Args:
       now: the table.
@@ -187,5 +181,5 @@ def _ratio(now: PresetRow, before: PresetRow | None) -> float | None:
 
 
 def _digits(number: float) -> float:
-    """Three digits of a number."""
+    """Round a number to three digits."""
     return float(f"{number:.3g}")

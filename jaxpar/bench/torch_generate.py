@@ -42,8 +42,8 @@ def main() -> None:
 def generation(
     torch: Any, transformers: Any, asked: dict[str, Any], device: str
 ) -> Callable[[int], dict[str, float]]:
-    """`run(n)` continues the same random prompts by n tokens, the likeliest each, and returns the
-    seconds until the first, `prefill`, and of the others, `decode`.
+    """Make `run(n)`, which continues the same random prompts by n tokens, the likeliest each, and
+    returns the seconds until the first, `prefill`, and of the others, `decode`.
     """
     shape = asked["model"]
     config = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)

@@ -58,15 +58,13 @@ def main() -> None:
 def training(
     torch: Any, transformers: Any, asked: dict[str, Any], device: str
 ) -> Callable[[int], dict[str, float]]:
-    """`run(n)` takes n steps on the same random tokens and returns the last `loss`, which it waits
-    for.
+    """Make `run(n)`, which takes n steps on the same random tokens and returns the last `loss`,
+    which it waits for.
 
     On a GPU it uses torch.compile, PyTorch's own attention and fused optimizers where it has them.
     Autocast gives the config's precision.
 
     Args:
-      torch: the module.
-      transformers: the module.
       asked: what the command line said.
       device: where PyTorch computes, "cpu" or "cuda".
     """
@@ -120,13 +118,12 @@ def training(
 
 
 def optimizers_of(torch: Any, model: Any, asked: dict[str, Any], cuda: bool) -> list[Any]:
-    """The optimizers of PyTorch that do what the config's does, each for its parameters.
+    """Make the optimizers of PyTorch that do what the config's does, each for its parameters.
 
-    They read and write the same arrays, and take as long; PyTorch's decay is of all parameters,
-    and its Adafactor and Muon differ in details from those of optax.
+    They read and write the same arrays, and take as long; PyTorch's decay is of all parameters, and
+    its Adafactor and Muon differ in details from those of optax.
 
     Args:
-      torch: the module.
       model: the model whose parameters they update.
       asked: what the command line said: `optimizer` is its name, `settings` are its numbers.
       cuda: whether it runs on a GPU.

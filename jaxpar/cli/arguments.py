@@ -13,13 +13,12 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
-
-import tyro
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from jaxpar.base.config import Config, fit_schedule, load_config, override
 from jaxpar.base.config.unused_settings import require_effects
 from jaxpar.base.errors import UserError, is_url, require_local, visible
+from jaxpar.base.field_marks import Trait, keys_with
 from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.key_aliases import suggest_key
 from jaxpar.base.old_keys import FLOOR, OLD_FLOOR, RENAMED, same_thing
@@ -35,16 +34,13 @@ if TYPE_CHECKING:
 
 Args = TypeVar("Args", bound="DataclassInstance")
 """The dataclass of a command's arguments."""
-# A command's own switches stand alone (`--json`); those of a config take their value (`--data.pack
-# True`).
-Overrides = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
 
 
 @dataclasses.dataclass(frozen=True)
 class ConfigArgs:
     """The arguments of a command that takes a config."""
 
-    config: Overrides
+    config: Config
     on: str = ""
     """Take the [mesh] table from this mesh preset or file instead."""
 
@@ -363,27 +359,11 @@ def _flag_hint(left: list[str], known: list[str]) -> str:
         flag = f"--{key}.{inner}".replace("_", "-")
         return f" (did you mean '{flag} {value}'?)" if equals else f" (did you mean '{flag}'?)"
     if word.startswith("-") or equals:
-        hint = suggest_key(key, known)
+        hint = suggest_key(key, known, Config)
     else:
         hint = ""
     name = hint.partition("'")[2].partition("'")[0]
     return hint.replace(f"'{name}'", f"'--{name.replace('_', '-')}'")
-
-
-_MAY_BE_URLS = {
-    "address",
-    "image",
-    "run",
-    "tokenizer",
-    "config.data.path",
-    "config.data.val_path",
-    "config.data.tokenizer",
-    "config.train.init",
-    "config.distill.teacher",
-}
-"""Flags whose value may be a URL: a Ray cluster's address, a container's image, and what may lie in
-a bucket.
-"""
 
 
 def _require_local_flags(args: DataclassInstance) -> None:
@@ -391,7 +371,8 @@ def _require_local_flags(args: DataclassInstance) -> None:
     tuples, and not looked at.
     """
     values = {key: value for key, value in flatten(args).items() if isinstance(value, str)}
-    require_local(*(value for key, value in values.items() if key not in _MAY_BE_URLS))
+    may_be_urls = keys_with(type(args), Trait.MAY_BE_URL)
+    require_local(*(value for key, value in values.items() if key not in may_be_urls))
 
 
 def run_folder(name: str, given: str = "") -> Path:

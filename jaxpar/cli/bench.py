@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Annotated
 
 from jaxpar.base.atomic_write import write_whole
+from jaxpar.base.config import Config
 from jaxpar.base.console import check_folders, console
 from jaxpar.base.machine import machine_memory
 from jaxpar.base.ranges import Range
 from jaxpar.cli.arguments import (
-    Overrides,
     config_args,
     parse_words,
 )
@@ -26,7 +26,7 @@ class BenchArgs:
     CONFIG` is for generation.
     """
 
-    config: Overrides
+    config: Config
     rounds: Annotated[int, Range(1, 1_000_000)] = 15
     """Alternations; the ratio's quartiles are over these."""
     calls: Annotated[int, Range(1, 1_000_000)] = 10
@@ -39,7 +39,7 @@ class BenchGenerateArgs:
     weights.
     """
 
-    config: Overrides
+    config: Config
     batch: Annotated[int, Range(1, 1_000_000)] = 1
     """Prompts at once."""
     prompt_tokens: Annotated[int, Range(1, 1_000_000)] = 128

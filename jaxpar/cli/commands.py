@@ -18,6 +18,7 @@ from jaxpar.base.config.checks import check
 from jaxpar.base.console import check_folders, check_pictures, console
 from jaxpar.base.durations import process_began
 from jaxpar.base.errors import UserError, require_local
+from jaxpar.base.field_marks import Trait
 from jaxpar.base.hardware import load_chip, load_mesh_preset
 from jaxpar.base.ranges import Range
 from jaxpar.cli.arguments import (
@@ -33,7 +34,7 @@ from jaxpar.cli.arguments import (
 class TrainArgs(ConfigArgs):
     """Train a config, or go on training its run."""
 
-    run: str = ""
+    run: Annotated[str, Trait.MAY_BE_URL] = ""
     """Run folder; empty = runs/NAME, or the one that the config came from."""
     verify: bool = False
     """First compare the plan with one device on a small model; refuse it if it differs."""
@@ -103,7 +104,7 @@ class ShowArgs(ConfigArgs):
 class TokenizeArgs:
     """Text (a file, a folder, or `stdlib`) to a .bin file of token ids."""
 
-    tokenizer: str = "bytes"
+    tokenizer: Annotated[str, Trait.MAY_BE_URL] = "bytes"
     """bytes, chars, a tokenizer.json or its folder, or a model of the Hugging Face Hub, hf://gpt2
     (the extra hf)."""
     bos: Bos = "auto"

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from jaxpar.base.config import Config
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError
+from jaxpar.base.field_marks import Trait
 from jaxpar.base.ranges import MOST_STEPS, Range
 from jaxpar.cli.arguments import ConfigArgs, config_args, flag_words, plain_name
 from jaxpar.cli.flags import flags_of, read_flags
@@ -27,7 +26,7 @@ class ComposeArgs(ConfigArgs):
     combination that fits.
     """
 
-    with_: Annotated[tuple[str, ...], tyro.conf.arg(name="with")] = ()
+    with_: tuple[str, ...] = ()
     """The settings, by name (remat, offload, domino, ...: docs/compositions.md lists them) or as
     keys with their values: remat,memory.optimizer=offload,mesh.tensor=2+overlap.domino=on"""
     settings: str = ""
@@ -41,7 +40,7 @@ class ComposeArgs(ConfigArgs):
     loss_within: Annotated[float, Range(0.0, 1e3)] = math.inf
     """By how many nats a token the loss of the best may be above the base's; for --train-steps.
     """
-    run: str = ""
+    run: Annotated[str, Trait.MAY_BE_URL] = ""
     """Folder of the tables and the picture, where points are remembered; empty =
     runs/NAME_compose_TARGET."""
 

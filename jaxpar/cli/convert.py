@@ -11,7 +11,6 @@ from jaxpar.base.console import console
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import flatten
 from jaxpar.cli.arguments import (
-    Overrides,
     given_keys,
     parse_words,
     positional,
@@ -23,7 +22,7 @@ from jaxpar.cli.arguments import (
 class ConvertArgs:
     """Hugging Face checkpoint to run folder, or run folder to Hugging Face checkpoint."""
 
-    config: Overrides
+    config: Config
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of an export."""
     step: int = 0

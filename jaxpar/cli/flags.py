@@ -2,7 +2,7 @@
 
 A field is the flag of its dotted key, `--train.learning-rate`, with hyphens or underscores; the
 fields of a field `config` stand at the top. The values of a flag are the words up to the next one,
-or follow an equals sign. tyro, which reads the same dataclasses, writes the help.
+or follow an equals sign. `jaxpar.cli.help` writes the help from the same dataclasses.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import tyro
-
 from jaxpar.base.errors import UserError, short
+from jaxpar.base.field_marks import SchemaField, Trait, schema_fields
 from jaxpar.base.registry import unknown
 
 if TYPE_CHECKING:
@@ -60,25 +59,17 @@ def flags_of(schema: type[DataclassInstance]) -> Mapping[str, Flag]:
     Returns:
       The flags in the order of the fields.
     """
-    flags = _flags_in(schema, "")
+    flags = [_flag_of(field) for field in schema_fields(schema).values()]
     return {flag.key.removeprefix("config.").removesuffix("_"): flag for flag in flags}
 
 
-def _flags_in(schema: type[DataclassInstance], table: str) -> Iterator[Flag]:
-    """The flags of a dataclass that is the field `table` of another; empty = of none."""
-    marked = typing.get_type_hints(schema, include_extras=True)
-    for name, hint in typing.get_type_hints(schema).items():
-        key = table + name
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            yield from _flags_in(hint, f"{key}.")
-        elif typing.get_origin(hint) is tuple:
-            kind = typing.get_args(hint)[0]
-            repeated = tyro.conf.UseAppendAction in typing.get_args(marked[name])
-            yield Flag(key, kind, "one each time" if repeated else "many")
-        elif hint is bool and not table:
-            yield Flag(key, hint, "nothing")
-        else:
-            yield Flag(key, hint, "one")
+def _flag_of(field: SchemaField) -> Flag:
+    if typing.get_origin(field.kind) is tuple:
+        (kind, *_) = typing.get_args(field.kind)
+        repeated = Trait.REPEATED in field.marks
+        return Flag(field.key, kind, "one each time" if repeated else "many")
+    is_switch = field.kind is bool and "." not in field.key
+    return Flag(field.key, field.kind, "nothing" if is_switch else "one")
 
 
 def key_of(word: str) -> str:

@@ -10,6 +10,7 @@ from jaxpar.base.config import Config
 from jaxpar.base.config.checks import check
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.field_marks import Trait
 from jaxpar.base.ranges import Range
 from jaxpar.cli.arguments import ConfigArgs, config_args, plain_name, run_folder
 from jaxpar.launch.placement import Placement
@@ -38,11 +39,11 @@ class RayArgs(ConfigArgs):
     at_size: tuple[str, ...] = ()
     """Settings of one number of processes under --elastic, in a word: "2 mesh.fsdp=2 mesh.data=1"
     """
-    run: str = ""
+    run: Annotated[str, Trait.MAY_BE_URL] = ""
     """Run folder, on storage that all hosts share; empty = runs/NAME, or the one that the config
     came from.
     """
-    address: str = ""
+    address: Annotated[str, Trait.MAY_BE_URL] = ""
     """The cluster's; empty = $RAY_ADDRESS, or this machine alone where that is not set."""
 
 
@@ -63,13 +64,13 @@ class SweepArgs(ConfigArgs):
     """Rehearse each combination for this hardware, which need not be here, and train none: v5p-64,
     h100x64, ...: docs/targets.md lists them. Empty = train.
     """
-    run: str = ""
+    run: Annotated[str, Trait.MAY_BE_URL] = ""
     """Folder of the runs, the table and the picture; empty = runs/NAME_sweep, with the target's
     name behind it where there is one.
     """
     per_trial: Annotated[int, Range(0, 1_000_000)] = 0
     """CPUs, GPUs or TPU chips that each run has, by mesh.platform; 0 = all that one machine has."""
-    address: str = ""
+    address: Annotated[str, Trait.MAY_BE_URL] = ""
     """The Ray cluster's; empty = $RAY_ADDRESS, or this machine alone where that is not set."""
 
 

@@ -9,14 +9,14 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError
 from jaxpar.base.ranges import Range
-from jaxpar.cli.arguments import Overrides, given_keys, parse_words, positional
+from jaxpar.cli.arguments import given_keys, parse_words, positional
 
 
 @dataclass(frozen=True)
 class PruneArgs:
     """A trained model, pruned at once from some text, as a new run."""
 
-    config: Overrides
+    config: Config
     criterion: Literal["wanda", "magnitude"] = "wanda"
     """wanda: by magnitude times the norm of what an entry multiplies, for each output
     (arXiv:2306.11695); magnitude: for each matrix."""

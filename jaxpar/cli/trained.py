@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Annotated
 
 import jax
-import tyro
 
 from jaxpar.base.config import Config
-from jaxpar.base.config.training_rules import only_training
+from jaxpar.base.config.checks import only_training
 from jaxpar.base.console import console, count_text
 from jaxpar.base.errors import Say, UserError, json_line, visible
+from jaxpar.base.field_marks import Trait
 from jaxpar.base.layout.mesh import MeshSpec, describe
 from jaxpar.base.toml import flatten
-from jaxpar.cli.arguments import Overrides, config_args, flag_words, parse_words, positional
+from jaxpar.cli.arguments import config_args, flag_words, parse_words, positional
 from jaxpar.data.chat.answers import missing_names
 from jaxpar.train.distil import write_top_k
 from jaxpar.train.evaluate import evaluate_folder
@@ -49,7 +49,7 @@ class GenerateArgs:
     adapter.
     """
 
-    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    prompt: Annotated[tuple[str, ...], Trait.REPEATED] = ()
     """A prompt; may be given several times."""
     prompts: str = ""
     """A file with one prompt a line, or .jsonl with "prompt", "messages" or "conversations" in each
@@ -94,7 +94,7 @@ class EvalArgs:
     lm-eval.
     """
 
-    config: Overrides
+    config: Config
     step: int = 0
     """Checkpoint of a run; 0 = the best one, or the newest when none was evaluated."""
     tasks: str = ""

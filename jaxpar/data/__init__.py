@@ -38,8 +38,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A name of `__all__` when it is first asked for: the table of sources, which a config is
-    checked by, needs no grain.
+    """Load a name of `__all__` when it is first asked for: the table of sources, by which a config
+    is checked, needs no grain.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,7 +28,9 @@ from jaxpar.data.streams.tokens import (
 )
 
 ReadBeside = Callable[[np.ndarray, np.ndarray], HostBatch]
-"""Reads more arrays of a batch, for the numbers [B] of its parts and of their windows."""
+"""A function that reads more arrays of a batch, for the numbers [B] of its parts and of their
+windows.
+"""
 
 
 def train_batches(
@@ -40,16 +42,19 @@ def train_batches(
     masking: Masking | None = None,
     beside: ReadBeside | None = None,
 ) -> grain.DatasetIterator[HostBatch]:
-    """Return an endless iterator of this process's rows of the global batches; a new order in every
-    epoch.
+    """Return an endless iterator of this process's rows of the global batches, in a new order in
+    every epoch.
 
     The order depends on `data.seed` alone, so the global batch is the same for any number of
     processes. `get_state()` is a small JSON-able dict; after `set_state` the next batch is the one
-    that would have followed, no matter what had been read ahead. `batch` is the number of rows of
-    the global batch, and `rows` are those to read (see `placements.local_rows`). There must be at
-    least data.seq_len + 1 tokens; an id of `Tokens` beyond `vocab_size` raises a UserError from
-    `next`. `masking` is what `make_masking` makes of the config. What `beside` reads is in the
-    batch too; only `Tokens` have windows for it.
+    that would have followed, no matter what had been read ahead. There must be at least
+    data.seq_len + 1 tokens; an id of `Tokens` beyond `vocab_size` raises a UserError from `next`.
+
+    Args:
+      batch: the number of rows of the global batch.
+      rows: the rows that this process reads (`placements.local_rows`).
+      masking: what `make_masking` makes of the config.
+      beside: reads more arrays into the batch; only `Tokens` have windows for it.
 
     Raises:
       UserError: the objective corrupts tokens, and no masking is given.
@@ -97,7 +102,7 @@ def _batches_of_rows(
     local: np.ndarray,
     masking: Masking | None,
 ) -> grain.DatasetIterator[HostBatch]:
-    """`train_batches` of parts that give whole rows, as documents and conversations do."""
+    """Make the batches of parts that give whole rows, as documents and conversations do."""
     rows = [part.rows(data, data.seed + i, endless=True) for i, part in enumerate(parts)]
     if len(rows) > 1:
         mixed = grain.IterDataset.mix(rows, weights)
@@ -121,7 +126,7 @@ def _batches_of_rows(
 def _shuffled_windows(
     parts: Sequence[Tokens], weights: Sequence[float], data: DataConfig
 ) -> grain.MapDataset[tuple[int, int]]:
-    """The number of a part and of a window in it, endless, in a new order in every epoch."""
+    """Number windows by their part and place, endlessly, in a new order in every epoch."""
     stride = data.stride or data.seq_len
     counts = [window_count(part, data.seq_len, stride) for part in parts]
     orders = [
@@ -135,7 +140,7 @@ def _shuffled_windows(
 
 
 def _read_rows(batch: dict[str, np.ndarray], rows_B: np.ndarray) -> HostBatch:
-    """Return some rows of a global batch, of which those that are unread are read."""
+    """Return some rows of a global batch, and read those that are unread."""
     if UNREAD not in batch:
         return {name: array[rows_B] for name, array in batch.items()}
     unread = batch[UNREAD]
@@ -147,7 +152,7 @@ def _read_rows(batch: dict[str, np.ndarray], rows_B: np.ndarray) -> HostBatch:
 
 _TRAINING = 0
 _VALIDATION = 1
-"""What rows are read for, which are corrupted otherwise."""
+"""The purposes for which rows are read; for each they are corrupted in another way."""
 
 
 def _require_masking(data: DataConfig, masking: Masking | None) -> None:
@@ -160,7 +165,9 @@ def _require_masking(data: DataConfig, masking: Masking | None) -> None:
 
 
 def _numbered(dataset: Any, read: Callable[[int, Any], HostBatch], masking: Masking | None) -> Any:
-    """Map batches, by their numbers where these matter: others keep no count in their state."""
+    """Map batches, with their numbers where they are corrupted: otherwise no count is kept in the
+    state.
+    """
     if masking is None:
         return dataset.map(lambda found: read(0, found))
     return dataset.map_with_index(read)
@@ -169,17 +176,17 @@ def _numbered(dataset: Any, read: Callable[[int, Any], HostBatch], masking: Mask
 def _corrupted(
     batch: HostBatch, numbers_B: np.ndarray, data: DataConfig, masking: Masking | None, what: int
 ) -> HostBatch:
-    """Corrupt rows of these numbers, if the objective does."""
+    """Corrupt rows of these numbers, if there is a masking."""
     if masking is None:
         return batch
     return corrupt(batch, numbers_B, (data.seed, what), masking)
 
 
 def val_batch_count(stream: Part, data: DataConfig, batch: int) -> int | None:
-    """Count the batches of a whole validation set; None where only reading tells, as of documents.
+    """Count the batches of a whole validation set; None where only reading tells, for documents
+    say.
 
     Args:
-      stream: the validation data.
       data: the settings of the data, of which `seq_len` is read.
       batch: the windows of a batch.
     """
@@ -200,13 +207,14 @@ def val_batches(
     """Yield this process's rows of the validation batches: windows side by side, each once, in
     order.
 
-    A `limit` other than 0 is the largest number of batches. Windows of `Tokens` are then spread
-    evenly over all of it, because its beginning alone may be easier or harder than the rest; of
-    documents and examples, it is the first.
-
     The last batch is filled up with rows whose labels are all -1, so that a mean over counted
     labels is exact. Tokens after the last whole window are not used, and a row is corrupted in the
-    same way each time. For the other arguments see `train_batches`.
+    same way each time. The other arguments are those of `train_batches`.
+
+    Args:
+      limit: the largest number of batches; 0 = all. Windows of `Tokens` are then spread evenly over
+        all of it, because its beginning alone may be easier or harder than the rest; of documents
+        and examples, it is the first.
     """
     _require_masking(data, masking)
     local = np.asarray(rows)

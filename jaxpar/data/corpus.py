@@ -1,5 +1,5 @@
-"""Loads the data of a run: what is trained on, what is held out, and their tokenizer. Batches of
-them are made by `jaxpar.data.batches`, whose functions this module gives too.
+"""The data of a run: what is trained on, what is held out, and their tokenizer.
+`jaxpar.data.batches` makes batches of them; this module gives its functions too.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def _share(entry: str) -> tuple[str, float]:
 
 
 def unigram_entropy(tokens: np.ndarray, sample: int = SAMPLED) -> float:
-    """Return the entropy of the first `sample` tokens' frequencies in nats per token: the best loss
-    without context.
+    """Compute the entropy of the first `sample` tokens' frequencies in nats per token: the best
+    loss without context.
     """
     counts = np.bincount(tokens[:sample])
     frequency = counts[counts > 0] / counts.sum()

@@ -1,5 +1,5 @@
-"""Which data a run was trained on: a hash of samples of every file, by which a resumed run knows
-them again.
+"""The identity of a run's data: a hash of samples of every file, by which a resumed run knows them
+again.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from jaxpar.data.part import Part
 from jaxpar.data.range_cache import RangedFile
 
 _WHOLE = 2**23
-"""Bytes of a file that is hashed from its beginning to its end."""
+"""The bytes of the longest file that is hashed from its beginning to its end."""
 _PIECE = 2**14
 _PIECES = 64
-"""Bytes of a sample of a longer file, and how many there are, evenly spread."""
+"""The number of samples of a longer file, evenly spread, of `_PIECE` bytes each."""
 
 
 class Piece(NamedTuple):
-    """A file of the data, or data that have none: what it is called, how long it is, and a hash of
-    what is in it.
+    """A file of the data, or data that have none: a name, a length, and a hash of the content.
 
     The length is in bytes of a file, and in tokens, documents or examples elsewhere; None = not
     known.
@@ -40,7 +39,7 @@ class Piece(NamedTuple):
 
 
 def identify(corpus: Corpus) -> list[Piece]:
-    """Return what a corpus is made of, in its order, each file once.
+    """List the pieces that a corpus is made of, in its order, each file once.
 
     Raises:
       UserError: a file cannot be read.
@@ -59,7 +58,7 @@ def identify(corpus: Corpus) -> list[Piece]:
 
 
 def difference(before: Sequence[Piece], now: Sequence[Piece]) -> str:
-    """Say what is other than before, and in which file; empty = nothing is.
+    """Say what differs from before, and in which file; empty = nothing does.
 
     A file may have another name or place, and the same content may be there several times.
     """
@@ -87,8 +86,8 @@ def _content(piece: Piece) -> tuple[int | None, str]:
 def _one_of(
     contents: Collection[tuple[int | None, str]], pieces: Sequence[Piece], others: Sequence[Piece]
 ) -> Piece:
-    """Return the piece with one of some contents that the others do not have by its name; of
-    copies, the copy.
+    """Find a piece with one of some contents that the others lack under its name; of copies, the
+    copy.
     """
     found = [piece for piece in pieces if _content(piece) in contents]
     in_place = {(other.name, _content(other)) for other in others}
@@ -101,7 +100,7 @@ def _one_of(
 
 
 def _say_new(piece: Piece, gone: Sequence[Piece]) -> str:
-    """Say that a piece is new, or has other content, where one of its name is among those that are
+    """Say that a piece is new, or has other content, where a piece of its name is among those
     gone.
     """
     same_name = [old for old in gone if Path(old.name).name == Path(piece.name).name]
@@ -132,7 +131,7 @@ def _of_file(file: Path | RangedFile) -> Piece:
 
 
 def _sampled(size: int) -> list[tuple[int, int]]:
-    """Where the samples of a file begin and end: all of a short one."""
+    """List where the samples of a file begin and end; a short one is sampled whole."""
     if size <= _WHOLE:
         return [(0, size)]
     places = np.linspace(0, size - _PIECE, _PIECES).astype(int).tolist()

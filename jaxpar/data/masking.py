@@ -1,5 +1,5 @@
-"""Corrupts tokens for a masked language model, which learns to say what stood there (Devlin et al.
-2019, arXiv:1810.04805, section 3.1).
+"""Corruption of tokens for a masked language model, which learns to say what stood there (Devlin et
+al. 2019, arXiv:1810.04805, section 3.1).
 
 What becomes of a row depends on `data.seed` and the row's number in the order of the data alone. So
 it is another in each epoch, the same on any number of processes, and a resumed run goes on with it.
@@ -23,25 +23,25 @@ from jaxpar.data.vocabulary.tokenizer import BytesTokenizer, CharsTokenizer, HFT
 _HIDDEN = 0.8
 _ALTERED = 0.1
 _MASKS = ("[MASK]", "<mask>")
-"""What a tokenizer calls the token that hides another."""
+"""The names that tokenizers give to the token that hides another."""
 _SPACES = "\u0120\u010a\u0109\u010d\u2581"
-"""What pieces have for a space, a line's end or a tab in front: byte-level BPE, and SentencePiece's
-last.
+"""The signs that pieces have for a space, a line's end or a tab in front: of byte-level BPE, and
+the last of SentencePiece.
 """
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
-"""How SentencePiece writes a byte of a character that it has no piece for."""
+"""SentencePiece's form of a byte of a character that it has no piece for."""
 
 
 @dataclass(frozen=True)
 class Masking:
-    """How tokens are corrupted."""
+    """The settings by which tokens are corrupted."""
 
     rate: float
-    """The share of the tokens that are."""
+    """The share of the tokens that are corrupted."""
     hidden_id: int
     """The id that hides a token."""
     ids: int
-    """Other tokens are drawn from the ids below this."""
+    """The bound below which other tokens are drawn."""
     special_V: np.ndarray
     """Which ids are never corrupted, bool."""
     words: Words | None
@@ -59,15 +59,10 @@ class Words:
 
 
 def make_masking(data: DataConfig, vocab_size: int, tokenizer: Tokenizer | None) -> Masking | None:
-    """Make what corrupts the tokens of a config.
+    """Make the masking of a config; None where `data.objective` does not corrupt tokens.
 
     Args:
-      data: the config.
-      vocab_size: the vocabulary of the model.
-      tokenizer: that of the data; None = it is not known.
-
-    Returns:
-      How they are corrupted; None where `data.objective` is another.
+      tokenizer: the tokenizer of the data; None = it is not known.
 
     Raises:
       UserError: the model has no id for the mask, or what is asked for takes a tokenizer and there
@@ -109,17 +104,16 @@ def make_masking(data: DataConfig, vocab_size: int, tokenizer: Tokenizer | None)
 def corrupt(
     batch: HostBatch, numbers_B: Sequence[int] | np.ndarray, seed: Sequence[int], masking: Masking
 ) -> HostBatch:
-    """Corrupt some tokens of rows, and ask for what they were, and for no other.
+    """Corrupt some tokens of rows, and label these tokens alone, with what stood there.
 
     Of those chosen, 80 % are hidden, 10 % become another token, and 10 % stay as they are. A row
     with text has at least one of them.
 
     Args:
-      batch: rows [B, S] of `tokens` and `labels`, as the model of the next token has them; where
-        no label is near, a token is padding.
+      batch: rows [B, S] of `tokens` and `labels` as next-token prediction has them; where no label
+        is near, a token is padding.
       numbers_B: the numbers of the rows in the order of the data.
       seed: two numbers, of the data and of what they are read for.
-      masking: how.
 
     Returns:
       The batch with other tokens, and labels that are the tokens that stood there, or -1.
@@ -160,7 +154,9 @@ def _draws(
 
 
 def _text(batch: HostBatch) -> np.ndarray:
-    """Which tokens are text: those that have a label or are one, and of packed documents all."""
+    """Find which tokens are text: those that have a label or are one, and of packed documents
+    all.
+    """
     if "segments" in batch:
         labelled_B1 = np.any(batch["labels"] >= 0, axis=1, keepdims=True)
         return (batch["segments"] > 0) & labelled_B1
@@ -171,7 +167,7 @@ def _text(batch: HostBatch) -> np.ndarray:
 
 
 def _first_of_word(batch: HostBatch, masking: Masking) -> np.ndarray:
-    """The place of the first token of each token's word, [B, S]."""
+    """Find the place of the first token of each token's word, [B, S]."""
     words = masking.words
     assert words is not None
     tokens_BS = batch["tokens"]
@@ -185,7 +181,7 @@ def _first_of_word(batch: HostBatch, masking: Masking) -> np.ndarray:
 
 
 def _hidden_id(tokenizer: Tokenizer) -> int:
-    """The id of the tokenizer's own mask, or the first that it leaves free."""
+    """Find the id of the tokenizer's own mask, or the first that it leaves free."""
     if isinstance(tokenizer, HFTokenizer):
         for name in _MASKS:
             found = tokenizer.inner.token_to_id(name)
@@ -195,7 +191,7 @@ def _hidden_id(tokenizer: Tokenizer) -> int:
 
 
 def _special_ids(tokenizer: Tokenizer) -> list[int]:
-    """The ids that are no text."""
+    """List the ids that are no text."""
     ids = [id for id in (tokenizer.begin_of_text, tokenizer.end_of_text) if id is not None]
     if isinstance(tokenizer, HFTokenizer):
         added = tokenizer.inner.get_added_tokens_decoder()
@@ -204,7 +200,7 @@ def _special_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def _words(tokenizer: Tokenizer, vocab_size: int) -> Words:
-    """Which ids may begin, and which may end, inside a word.
+    """Find which ids may begin, and which may end, inside a word.
 
     Raises:
       UserError: the tokenizer's pieces do not say where a word begins.
@@ -233,16 +229,17 @@ def _words(tokenizer: Tokenizer, vocab_size: int) -> Words:
 
 
 def _has_whole_words(tokenizer: HFTokenizer) -> bool:
-    """Whether each id is a word."""
+    """Return whether each id is a word."""
     from tokenizers import models
 
     return isinstance(tokenizer.inner.model, models.WordLevel)
 
 
 def _mark_inside(tokenizer: HFTokenizer) -> str:
-    """What each piece begins with that goes on with a word, as `##` in WordPiece; empty = nothing.
+    """Return the mark of pieces that go on with a word, as `##` in WordPiece; empty = there is
+    none.
 
-    The model says so. Its pieces do not: those of GPT-2 have a `##` that is a heading of Markdown.
+    The model says so. Its pieces do not: GPT-2's have a `##` that is a heading of Markdown.
     """
     from tokenizers import models
 
@@ -253,9 +250,7 @@ def _mark_inside(tokenizer: HFTokenizer) -> str:
 
 
 def _require_marks(tokenizer: HFTokenizer, pieces: dict[int, str]) -> None:
-    """Refuse pieces of which none has a space, or what stands for one: a whole line would be a
-    word.
-    """
+    """Refuse pieces of which none has a space or a sign for it: a whole line would be a word."""
     from tokenizers import models
 
     model = tokenizer.inner.model
@@ -270,7 +265,7 @@ def _require_marks(tokenizer: HFTokenizer, pieces: dict[int, str]) -> None:
 
 
 def _pieces(tokenizer: Tokenizer) -> dict[int, str]:
-    """The text of each id; that of a byte past ASCII is a letter."""
+    """Return the text of each id; a byte past ASCII becomes a letter."""
     if isinstance(tokenizer, BytesTokenizer):
         return {id: _char_of(id) for id in range(tokenizer.vocab_size)}
     if isinstance(tokenizer, CharsTokenizer):
@@ -284,15 +279,15 @@ def _pieces(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def _char_of(byte: int) -> str:
-    """A byte's character, of one past ASCII some letter."""
+    """Return a byte's character, or some letter for a byte past ASCII."""
     if byte < 128:
         return chr(byte)
     return "\u00e9"
 
 
 def _in_word(char: str) -> bool:
-    """Whether a character of a piece is part of a word; byte-level BPE writes a byte past ASCII as
-    some character past it.
+    """Return whether a character of a piece is part of a word; byte-level BPE writes a byte past
+    ASCII as some character past it.
     """
     if char in _SPACES:
         return False

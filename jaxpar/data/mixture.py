@@ -12,7 +12,7 @@ from jaxpar.data.skipped import Skipped
 from jaxpar.data.streams.tokens import Tokens
 
 SAMPLED = 2**24
-"""Tokens of a sample, those of all parts together: a part may be a file that no memory holds."""
+"""The most tokens of a sample of all parts together: a part may be a file that no memory holds."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Mixture:
 
     parts: tuple[Part, ...]
     weights: tuple[float, ...]
-    """Their shares, which add up to 1."""
+    """The shares of the parts, which add up to 1."""
 
     def __post_init__(self) -> None:
         windowed = [isinstance(part, Tokens) for part in self.parts]
@@ -67,9 +67,7 @@ class Mixture:
 
 
 def skipped_records(stream: Part | Mixture) -> list[Skipped]:
-    """Return the counts of records that are no text, of those parts that read theirs while a run
-    goes on.
-    """
+    """List the counts of records that are no text, for parts that are read while a run goes on."""
     if isinstance(stream, Mixture):
         parts = stream.parts
     else:
@@ -79,5 +77,5 @@ def skipped_records(stream: Part | Mixture) -> list[Skipped]:
 
 
 Stream = Part | Mixture
-"""What a run reads. Each has an `origin` and an `amount` for messages, a `size` that a resumed run
-must find again (None = not known), and a `sample` of ids for their frequencies."""
+"""The data that a run reads. Each has an `origin` and an `amount` for messages, a `size` that a
+resumed run must find again (None = not known), and a `sample` of ids for their frequencies."""

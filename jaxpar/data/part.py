@@ -1,4 +1,6 @@
-"""What a source gives for one path: `Tokens`, `Documents`, `Examples`, or a class of one's own."""
+"""The part of a corpus that a source gives for one path: `Tokens`, `Documents`, `Examples`, or a
+class of one's own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 
 
 class Part(Protocol):
-    """The data at one path. A class of one's own takes what it does not say from `PartDefaults`."""
+    """The data at one path. A class of one's own inherits what it leaves out from
+    `PartDefaults`.
+    """
 
     @property
     def origin(self) -> str:
@@ -26,31 +30,29 @@ class Part(Protocol):
 
     @property
     def files(self) -> tuple[Path | RangedFile, ...]:
-        """The files that they were read from, as far as there are any: a resumed run compares
-        them.
-        """
+        """The files that the data were read from, if any: a resumed run compares them."""
         ...
 
     @property
     def skipped(self) -> Skipped | None:
-        """Counts the records that are no text, where they are read while a run goes on."""
+        """The count of the records that are no text, where they are read while a run goes on."""
         ...
 
     @property
     def size(self) -> int | None:
-        """How many tokens, documents or examples there are, which a resumed run must find again;
-        None = not known.
+        """The number of tokens, documents or examples, which a resumed run must find again; None =
+        not known.
         """
         ...
 
     @property
     def sample(self) -> np.ndarray:
-        """Ids [N] of which the frequencies are those of the text: all of it, or its beginning."""
+        """Ids [N] whose frequencies are those of the text: all of it, or its beginning."""
         ...
 
     @property
     def amount(self) -> str:
-        """How much there is, for the log: `1,000 documents`."""
+        """The size in words, for the log: `1,000 documents`."""
         ...
 
     def rows(
@@ -59,8 +61,8 @@ class Part(Protocol):
         seed: int,
         endless: bool,
     ) -> grain.IterDataset[Any]:
-        """Return rows [S] of `tokens` and `labels`, in the order that `seed` says, again and again
-        if `endless`. `Tokens` has windows in place of them.
+        """Return rows [S] of `tokens` and `labels`, in the order that `seed` gives, again and again
+        if `endless`. `Tokens` has windows in their place.
         """
         ...
 
@@ -69,14 +71,15 @@ class Part(Protocol):
         ...
 
     def identifying(self) -> tuple[np.ndarray, int | None]:
-        """Ids by which data without files are known again, and how many of what there are."""
+        """Return ids by which data without files are known again, and the number of their tokens,
+        documents or examples.
+        """
         ...
 
     def require_enough(self, data: DataConfig, what: str, fix: str) -> None:
         """Refuse a part that has too little for one sequence, or lacks what the config asks for.
 
         Args:
-          data: the config.
           what: what the part is for, for the message: `training`.
           fix: what to do, for the message.
 
@@ -87,7 +90,7 @@ class Part(Protocol):
 
 
 class PartDefaults:
-    """What most parts have in common."""
+    """The properties and methods that most parts have in common."""
 
     files: tuple[Path | RangedFile, ...] = ()
     skipped: Skipped | None = None
@@ -98,19 +101,19 @@ class PartDefaults:
         seed: int,
         endless: bool,
     ) -> grain.IterDataset[Any]:
-        """Refuse: see `Part`."""
+        """Refuse: this part has no rows."""
         raise UserError(f"{self.origin} has no rows: data.source={data.source} makes none")
 
     def split(self: Part, val_fraction: float) -> tuple[Part, Part]:
-        """Refuse: see `Part`."""
+        """Refuse: no part of this is held out."""
         raise UserError(f"no part of {self.origin} is held out: give data.val_path")
 
     def identifying(self: Part) -> tuple[np.ndarray, int | None]:
-        """Return the sample and the size: see `Part`."""
+        """Return the sample and the size."""
         return self.sample, self.size
 
     def require_enough(self: Part, data: DataConfig, what: str, fix: str) -> None:
-        """Refuse fewer tokens than a sequence and its last label: see `Part`."""
+        """Refuse fewer tokens than a sequence and its last label."""
         count = len(self.sample)
         if count < data.seq_len + 1:
             raise UserError(

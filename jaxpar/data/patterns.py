@@ -1,6 +1,6 @@
 """Paths that may be patterns, of files here and of objects in a bucket.
 
-What is there under a name is meant by it, whatever characters the name has: `notes[12].jsonl` is
+A name of something that exists means just that, whatever characters it has: `notes[12].jsonl` is
 that file, and not `notes1.jsonl`.
 """
 
@@ -12,12 +12,12 @@ from glob import glob
 from pathlib import Path
 
 IN_A_PATTERN = re.compile(r"[*?\[\]{}]")
-"""What a library may take for a part of a pattern."""
+"""The characters that a library may take for a part of a pattern."""
 
 
 def matching_files(pattern: str) -> list[Path]:
-    """Return what matches a pattern, sorted. Its first folders are no part of it, as far as they
-    are there under these very names.
+    """List the files that match a pattern, sorted. Its first folders are no part of it, as far as
+    they exist under these very names.
     """
     folder = Path()
     parts = Path(pattern).parts
@@ -29,5 +29,5 @@ def matching_files(pattern: str) -> list[Path]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a path below a folder may be one of a pattern: `**/` is any folders, and none."""
+    """Return whether a path below a folder may match a pattern: `**/` is any folders, and none."""
     return fnmatch(name, pattern) or fnmatch(name, pattern.replace("**/", ""))

@@ -1,5 +1,5 @@
 """Token files in a bucket, read by range: a block is fetched when one of its ids is first read, and
-kept on this machine, in a cache that is bounded, with its hash.
+kept with its hash in a bounded cache on this machine.
 
 A file is known by what the bucket says of it (its ETag, or what it has in its place) and its size.
 A block of another file than the one that was opened is refused.
@@ -26,30 +26,26 @@ from jaxpar.base.machine import cache_folder
 from jaxpar.base.storage import Bucket
 
 BLOCK = 2**20
-"""Bytes that are fetched at once."""
+"""The bytes that are fetched at once."""
 CACHE_BYTES = 64 * 2**30
-"""What the blocks of all files may take on this machine."""
+"""The bytes that the blocks of all files may take on this machine."""
 _IN_MEMORY = 64
-"""Blocks of a file that a process keeps in memory."""
+"""The blocks of a file that a process keeps in memory."""
 _HASH = 16
 _LOOK_EVERY = 256
-"""Blocks that are fetched between two looks at the size of the cache."""
+"""The blocks that are fetched between two looks at the size of the cache."""
 _AT_ONCE = 8
 
 
 class RangedFile:
-    """An object of a bucket, of which blocks are fetched as they are needed.
+    """An object of a bucket, whose blocks are fetched as they are needed.
 
     Attributes:
-      url: its URL.
       size: its bytes.
     """
 
     def __init__(self, url: str):
-        """Open it.
-
-        Args:
-          url: that of the object.
+        """Open an object by its URL.
 
         Raises:
           UserError: there is no such object, or the bucket cannot be asked.
@@ -71,7 +67,9 @@ class RangedFile:
         return self.url
 
     def __eq__(self, other: object) -> bool:
-        """Return whether another is the same object of the same bucket, with the same content."""
+        """Return whether another file is the same object of the same bucket, with the same
+        content.
+        """
         if not isinstance(other, RangedFile):
             return NotImplemented
         return self.url == other.url and self._identity == other._identity
@@ -80,14 +78,7 @@ class RangedFile:
         return hash((self.url, self._identity))
 
     def read(self, start: int, stop: int) -> bytes:
-        """Read the bytes from `start` up to `stop`, from any thread.
-
-        Args:
-          start: the first byte.
-          stop: the one after the last.
-
-        Returns:
-          The bytes.
+        """Read the bytes from `start` up to, but without, `stop`, from any thread.
 
         Raises:
           UserError: they cannot be read, or the object is no longer the one that was opened.
@@ -118,7 +109,7 @@ class RangedFile:
         return block
 
     def _kept(self, number: int) -> bytes | None:
-        """A block from the cache; None = it is not there, or is damaged."""
+        """Read a block from the cache; None = it is not there, or is damaged."""
         file = self._folder / str(number)
         try:
             content = file.read_bytes()
@@ -158,13 +149,13 @@ class RangedIds:
     """
 
     def __init__(self, file: RangedFile, dtype: np.dtype, offset: int, count: int):
-        """Look at ids, and read none.
+        """Keep where ids are, and read none.
 
         Args:
-          file: what has them.
-          dtype: that of an id.
-          offset: the bytes before the first.
-          count: how many there are.
+          file: the file that has them.
+          dtype: the dtype of an id.
+          offset: the bytes before the first id.
+          count: the number of ids.
         """
         self.file = file
         self.dtype = dtype
@@ -193,14 +184,11 @@ class RangedIds:
         return self._read(place, place + 1)[0]
 
     def windows(self, starts_B: np.ndarray, length: int) -> np.ndarray:
-        """Read windows.
+        """Read windows of ids [B, length].
 
         Args:
-          starts_B: where each begins [B].
-          length: the ids of each.
-
-        Returns:
-          The ids [B, length].
+          starts_B: where each window begins [B].
+          length: the ids of each window.
         """
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return np.stack(list(pool.map(lambda at: self._read(at, at + length), starts_B)))
@@ -235,7 +223,7 @@ def _remove_old_blocks() -> None:
 
 
 def _states() -> Iterator[tuple[float, int, Path]]:
-    """When each block was last read, its bytes and its file."""
+    """Yield when each block was last read, its bytes and its file."""
     for folder in _inside(_blocks()):
         for file in _inside(folder):
             with suppress(OSError):
@@ -245,7 +233,7 @@ def _states() -> Iterator[tuple[float, int, Path]]:
 
 
 def _inside(folder: Path) -> list[Path]:
-    """What is in a folder; nothing where there is none, or none that can be read."""
+    """List what is in a folder; nothing where it is missing or cannot be read."""
     try:
         return list(folder.iterdir())
     except OSError:

@@ -34,13 +34,13 @@ _KINDS = {
     b"\x89HDF": "HDF5",
     b"SQLite format 3\0": "SQLite",
 }
-"""How files of a kind begin."""
+"""The kinds of files, by the bytes with which they begin."""
 COMPRESSED = ("gzip", "bzip2", "xz", "zstd")
 """The kinds that are read as what they hold."""
 _COMPRESSED_ENDINGS = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 _LONGEST_BEGINNING = max(map(len, _KINDS))
 _BATCH = 1024
-"""Rows that are in memory at once."""
+"""The rows that are in memory at once."""
 
 
 class Row(NamedTuple):
@@ -51,12 +51,14 @@ class Row(NamedTuple):
 
 
 def kind_of(content: bytes) -> str:
-    """Return what a file is by its first bytes, as `gzip` or `Parquet`; empty = it may be text."""
+    """Tell the kind of a file by its first bytes, as `gzip` or `Parquet`; empty = it may be
+    text.
+    """
     return next((kind for start, kind in _KINDS.items() if content.startswith(start)), "")
 
 
 def kind_of_file(file: Path) -> str:
-    """Return what a file is by its first bytes.
+    """Tell the kind of a file by its first bytes.
 
     Raises:
       UserError: it cannot be read.
@@ -66,8 +68,7 @@ def kind_of_file(file: Path) -> str:
 
 
 def read_rows(file: Path) -> Iterator[Row]:
-    """Yield the rows of a file: of JSON lines or one JSON array, which may be compressed, or of
-    Parquet.
+    """Yield the rows of a file: JSON lines or one JSON array, which may be compressed, or Parquet.
 
     Raises:
       UserError: the file cannot be read, is of another kind, or a row is no JSON.
@@ -89,8 +90,8 @@ def read_rows(file: Path) -> Iterator[Row]:
 
 
 def _json_rows(file: Path, kind: str) -> Iterator[Row]:
-    """Yield the values of JSON lines, or of one JSON text: the elements of an array, or an object
-    on many lines.
+    """Yield the values of JSON lines, or of one JSON text: an array's elements, or an object on
+    many lines.
     """
     with _text_of(file, kind) as text:
         beginning = True
@@ -108,7 +109,7 @@ def _json_rows(file: Path, kind: str) -> Iterator[Row]:
 
 
 def _is_part(line: str) -> bool:
-    """Return whether the first line of a file is an array, or a part of a text of many lines."""
+    """Return whether a file's first line is an array, or a part of a text of many lines."""
     if line.lstrip().startswith("["):
         return True
     try:
@@ -140,10 +141,9 @@ def _text_of(file: Path, kind: str) -> Iterator[io.TextIOWrapper]:
 
 
 def read_unpacked(file: Path, most: int = -1) -> bytes:
-    """Read what a file holds, which may be compressed.
+    """Read the content of a file, which may be compressed.
 
     Args:
-      file: the file.
       most: how many bytes are wanted of its beginning; -1 = all.
 
     Raises:
@@ -156,7 +156,7 @@ def read_unpacked(file: Path, most: int = -1) -> bytes:
 
 @contextmanager
 def _unpacking(file: Path, kind: str) -> Iterator[Any]:
-    """Open what a file holds; what fails inside is an error of the file."""
+    """Open the content of a file; what fails inside is an error of the file."""
     try:
         with reading(file), _unpacked(file, kind) as content:
             yield content
@@ -206,8 +206,8 @@ def row_texts(file: Path, column: str, advice: str) -> Iterator[list[str | None]
     """Yield the texts of a column, some rows at a time; None = a row has none.
 
     Args:
-      file: the file, of any kind that `read_rows` reads.
-      column: the column. A row that is a text has itself in it.
+      file: a file of any kind that `read_rows` reads.
+      column: the name of the column; a row that is a text counts as having it.
       advice: what to do where there is no such column, for the message.
 
     Raises:
@@ -267,12 +267,12 @@ def _require_text(file: Path, rows: Sequence[Row], column: str, advice: str) -> 
 
 
 def is_json(file: Path) -> bool:
-    """Return whether a file is called as JSON is, or as JSON that is compressed."""
+    """Return whether a file's name ends as that of JSON, perhaps compressed."""
     return is_json_lines(file) or _unpacked_name(file).endswith(".json")
 
 
 def is_json_lines(file: Path) -> bool:
-    """Return whether a file is called as JSON lines are, or as such that are compressed."""
+    """Return whether a file's name ends as that of JSON lines, perhaps compressed."""
     return _unpacked_name(file).endswith((".jsonl", ".ndjson"))
 
 

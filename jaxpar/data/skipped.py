@@ -1,4 +1,4 @@
-"""Counts the records of a data set that are no text, and are left out while a run goes on."""
+"""A count of the records of a data set that are no text, and are left out while a run goes on."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import threading
 from jaxpar.base.errors import UserError
 
 _MOST = 1000
-"""So many records in a row that are no text are no accident."""
+"""The number of records in a row without text that is no accident."""
 
 
 class Skipped:
-    """How many records were left out, and why the last one was; threads that read ahead share
+    """The number of records left out, and why the last one was; threads that read ahead share
     it.
     """
 
@@ -22,7 +22,7 @@ class Skipped:
         self._in_a_row = 0
 
     def add(self, reason: str) -> None:
-        """Count a record.
+        """Count a record that is left out.
 
         Raises:
           UserError: too many follow one another: the source is gone, or is another.
@@ -42,12 +42,12 @@ class Skipped:
         self._in_a_row = 0
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Begin to count anew."""
         self.count = 0
         self.reason = ""
         self._in_a_row = 0
 
     @property
     def text(self) -> str:
-        """What is said of them."""
+        """The sentence that tells how many records were left out."""
         return f"records left out until now: {self.count:,}, of which the last: {self.reason}"

@@ -1,11 +1,11 @@
-"""Where tokens come from: what a config's `data.source` may say, a registered function each.
+"""The sources of tokens that a config's `data.source` may name, a registered function each.
 
     @register_source("lines", reads={"path"})
     def lines(paths, data, vocab_size):
         tokenizer = make_tokenizer(data.tokenizer, vocab_size=vocab_size)
         return [Tokens(ids_of(path), None, path) for path in paths], tokenizer
 
-It opens what is at each path as a `parts.Part`: `Tokens`, `Documents`, `Examples`, or a class of
+It opens what is at each path as a `part.Part`: `Tokens`, `Documents`, `Examples`, or a class of
 one's own. The functions here load what they need when they are called, since a command that reads
 no data checks a config by this table too.
 """
@@ -38,18 +38,18 @@ SOME_READ = (
 """The settings of [data] that some sources read and others do not."""
 Loaded: TypeAlias = "tuple[Sequence[Part], Tokenizer | None]"
 Load: TypeAlias = Callable[[Sequence[str], DataConfig, int], Loaded]
-"""Opens the paths of a config. Its arguments are the paths, the config, and the model's vocabulary
-size; it returns a part for each path, and the tokenizer, if there is one.
+"""A function that opens the paths of a config. Its arguments are the paths, the config, and the
+model's vocabulary size; it returns a part for each path, and the tokenizer, if there is one.
 """
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a name of `data.source` stands for."""
+    """The source that a name of `data.source` stands for."""
 
     load: Load
     reads: frozenset[str]
-    """The settings of [data] that this source reads, of those that not all do."""
+    """The settings among `SOME_READ` that this source reads."""
     holds_out: bool
     """Whether `data.val_fraction` may keep a part of it for validation."""
     has_tokenizer: bool
@@ -66,18 +66,18 @@ def register_source(
     has_tokenizer: bool = False,
     streams: Callable[[DataConfig], bool] = lambda data: False,
 ) -> Callable[[Load], Load]:
-    """A decorator that makes a source known by a name, which `data.source` then takes.
+    """Register a source under a name that `data.source` then takes; to be used as a decorator.
 
     Args:
       name: a word that no other source has.
-      reads: those of `SOME_READ` that it reads; others are refused as having no effect.
+      reads: the settings among `SOME_READ` that it reads; others are refused as having no effect.
         With `stride` it is one long text, of which a sequence is a window.
       holds_out: whether its parts have `split`, for `data.val_fraction`.
       has_tokenizer: whether it brings its own tokenizer.
       streams: whether it is read in order under a config.
 
     Raises:
-      UserError: `reads` names no such setting; see also `registering`.
+      UserError: `reads` names no such setting, or the name is refused by `registering`.
     """
     for setting in reads:
         if setting not in SOME_READ:
@@ -94,7 +94,7 @@ def register_source(
 
 @register_source("stdlib", reads={"max_bytes", "stride"}, holds_out=True)
 def stdlib(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
-    """The text of this Python's own standard library."""
+    """Load the text of this Python's own standard library."""
     from jaxpar.data.streams.texts import load_texts
 
     return load_texts(paths, data, vocab_size)
@@ -102,7 +102,7 @@ def stdlib(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
 
 @register_source("text", reads={"path", "stride"}, holds_out=True)
 def text(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
-    """A text file, or a folder of them, of which each, or each of its rows, is a document."""
+    """Load a text file, or a folder of them, of which each, or each of its rows, is a document."""
     from jaxpar.data.streams.texts import load_texts
 
     return load_texts(paths, data, vocab_size)
@@ -110,7 +110,7 @@ def text(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
 
 @register_source("tokens", reads={"path", "stride"}, holds_out=True, has_tokenizer=True)
 def tokens(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
-    """A .bin file of ids, as `jaxpar tokenize`, nanoGPT and llm.c write it."""
+    """Load a .bin file of ids, as `jaxpar tokenize`, nanoGPT and llm.c write it."""
     from jaxpar.data.streams.token_files import load_token_files
 
     return load_token_files(paths, data, vocab_size)
@@ -122,7 +122,7 @@ def tokens(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
     streams=lambda data: data.streaming,
 )
 def hf(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
-    """A data set of Hugging Face: of the hub, a folder or a file."""
+    """Open a data set of Hugging Face: of the hub, a folder or a file."""
     from jaxpar.data.documents.document_sources import open_hf
     from jaxpar.data.documents.tokenized import load_documents
 
@@ -131,7 +131,7 @@ def hf(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
 
 @register_source("parquet", reads={"path", "column", "shuffle_window"}, streams=lambda data: True)
 def parquet(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
-    """Parquet files, read as a stream."""
+    """Open Parquet files as a stream."""
     from jaxpar.data.documents.document_sources import open_parquet
     from jaxpar.data.documents.tokenized import load_documents
 
@@ -140,7 +140,7 @@ def parquet(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
 
 @register_source("arrayrecord")
 def arrayrecord(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
-    """ArrayRecord files, each record of which is a document."""
+    """Open ArrayRecord files, each record of which is a document."""
     from jaxpar.data.documents.document_sources import open_arrayrecord
     from jaxpar.data.documents.tokenized import load_documents
 
@@ -151,7 +151,9 @@ def arrayrecord(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Load
     "chat", reads={"path", "loss_on", "template_args", "template_date"}, holds_out=True
 )
 def chat(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
-    """Conversations, or prompts with their completions, as JSON lines, a JSON array or Parquet."""
+    """Load conversations, or prompts with their completions, as JSON lines, a JSON array or
+    Parquet.
+    """
     from jaxpar.data.chat import load_examples
 
     return load_examples(paths, data, vocab_size)

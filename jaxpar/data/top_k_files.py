@@ -1,9 +1,9 @@
 """A teacher's most likely entries on disk, for every token of the training data.
 
 A folder has `ids.bin` and `log_probs.bin`, arrays [windows, S, k] that are memory-mapped, and
-`top_k.json`, which says of what they are. A window has the number that `train_batches` gives it, so
-that a row is found whatever the batch, the order and the step. `top_k.json` is written last: a
-folder without it is not finished.
+`top_k.json`, which describes the data that they answer. A window has the number that
+`train_batches` gives it, so that a row is found whatever the batch, the order and the step.
+`top_k.json` is written last: a folder without it is not finished.
 
 Shapes: B rows of a batch, S sequence, k entries of a token.
 """
@@ -35,25 +35,25 @@ _IDS = "ids.bin"
 _LOG_PROBS = "log_probs.bin"
 _VERSION = 1
 _SAMPLES = 64
-"""Windows of which answers are told from others."""
+"""The number of windows by which answers are told from others."""
 
 
 class Header(NamedTuple):
-    """What `top_k.json` says.
+    """The content of `top_k.json`.
 
     Attributes:
-      version: of the form of the folder.
+      version: the version of the folder's form.
       teacher: the folder of the teacher.
-      step: its checkpoint.
-      k: entries of a token.
-      vocab_size: the vocabulary that they are of.
+      step: the step of the teacher's checkpoint.
+      k: the entries of a token.
+      vocab_size: the vocabulary that the entries are of.
       tokenizer: a hash of the tokenizer; empty = the data came without one.
-      seq_len: tokens of a window.
+      seq_len: the tokens of a window.
       stride: the distance of the windows' starts.
       pack: whether documents were kept apart.
       begins: what windows of each part of the data begin with; -1 = as they were cut.
-      tokens: tokens of each part.
-      windows: windows of each part. They stand part after part, in the order of their starts.
+      tokens: the tokens of each part.
+      windows: the windows of each part. They stand part after part, in the order of their starts.
       data: the name, length and hash of each file of the data.
     """
 
@@ -90,25 +90,21 @@ _KINDS = {
 
 
 def is_top_k_folder(folder: Path) -> bool:
-    """Whether a folder has a teacher's answers."""
+    """Return whether a folder has a teacher's answers."""
     return (folder / HEADER).is_file()
 
 
 def describe(corpus: Corpus, data: DataConfig, vocab_size: int, k: int) -> Header:
-    """Describe the answers of a teacher to training data, which does not look at the teacher.
+    """Describe a teacher's answers to training data, in a header that names no teacher yet.
 
     Args:
       corpus: the data, whose training part is read in windows.
       data: how sequences are made of them.
-      vocab_size: the model's vocabulary.
-      k: entries of a token.
-
-    Returns:
-      The header, with no teacher in it.
+      k: the entries of a token.
 
     Raises:
-      UserError: the data are read in an order of their own, in which a sequence has no number; or
-        a file cannot be read.
+      UserError: the data are read in an order of their own, in which a sequence has no number; or a
+        file cannot be read.
     """
     parts = _parts(corpus)
     stride = data.stride or data.seq_len
@@ -131,7 +127,7 @@ def describe(corpus: Corpus, data: DataConfig, vocab_size: int, k: int) -> Heade
 
 
 def tokenizer_hash(tokenizer: Tokenizer | None) -> str:
-    """Return what tells a tokenizer from another; empty for None."""
+    """Hash a tokenizer, to tell it from another; empty for None."""
     if tokenizer is None:
         return ""
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:16]
@@ -141,8 +137,7 @@ def windows_in_order(corpus: Corpus, header: Header, batch: int) -> Iterator[Hos
     """Yield the windows of the training data in the order of a folder.
 
     Args:
-      corpus: the data.
-      header: those of `describe`.
+      header: the result of `describe`.
       batch: the rows of each batch; the last is filled up with rows that were there before.
     """
     for part, count in zip(_parts(corpus), header.windows, strict=True):
@@ -153,7 +148,7 @@ def windows_in_order(corpus: Corpus, header: Header, batch: int) -> Iterator[Hos
 
 
 def _parts(corpus: Corpus) -> list[Tokens]:
-    """The parts of the training data, of which sequences are windows."""
+    """List the parts of the training data, of which sequences are windows."""
     train = corpus.train
     found = list(train.parts) if isinstance(train, Mixture) else [train]
     parts = [part for part in found if isinstance(part, Tokens)]
@@ -167,7 +162,7 @@ def _parts(corpus: Corpus) -> list[Tokens]:
 
 
 class Writer:
-    """Writes the arrays, batch after batch, in the order of `windows_in_order`."""
+    """A writer of the arrays, batch after batch, in the order of `windows_in_order`."""
 
     def __init__(self, header: Header, ids: Any, log_probs: Any):
         self._ids = ids
@@ -181,10 +176,7 @@ class Writer:
 
 
 def require_no_answers(folder: Path) -> None:
-    """Refuse to write where answers are already.
-
-    Args:
-      folder: where they are to go.
+    """Refuse to write into a folder that has answers already.
 
     Raises:
       UserError: it has answers.
@@ -198,11 +190,8 @@ def writing_answers(folder: Path, header: Header) -> Iterator[Writer]:
     """Give a writer of a folder; its header is written once all else is.
 
     Args:
-      folder: where the answers go; it has none yet.
-      header: what they are of.
-
-    Yields:
-      The writer.
+      folder: a folder without answers yet.
+      header: the description of the data and the teacher.
 
     Raises:
       UserError: the folder has answers already, or cannot be written.
@@ -233,7 +222,9 @@ class Answers:
 
     @property
     def identity(self) -> str:
-        """What tells these answers from others: a hash of the header and of samples of all."""
+        """A hash of the header and of samples of all arrays, which tells these answers from
+        others.
+        """
         made = hashlib.sha256(json.dumps(self.header._asdict()).encode())
         for array in (self.ids_NSk, self.log_probs_NSk):
             apart = max(len(array) // _SAMPLES, 1)
@@ -244,7 +235,7 @@ class Answers:
         """Refuse answers to other data, or fewer of them, than training asks for.
 
         Args:
-          wanted: what `describe` says of the training, whose `k` may be smaller.
+          wanted: the result of `describe` for the training, whose `k` may be smaller.
 
         Raises:
           UserError: the message names what differs.
@@ -291,13 +282,8 @@ _SAYS = {
 
 
 def open_answers(folder: Path) -> Answers:
-    """Open a teacher's answers.
-
-    Args:
-      folder: what `writing_answers` wrote.
-
-    Returns:
-      The answers, whose arrays are read when they are asked for.
+    """Open a teacher's answers that `writing_answers` wrote; arrays are read when they are asked
+    for.
 
     Raises:
       UserError: the folder is damaged, cut short, or of another version.
@@ -336,7 +322,7 @@ def _memory_map(file: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarr
 
 
 def _is_piece(row: object) -> bool:
-    """Whether a row can be a `Piece` of the data."""
+    """Return whether a row can be a `Piece` of the data."""
     if not isinstance(row, list) or len(row) != 3:
         return False
     name, length, digest = row

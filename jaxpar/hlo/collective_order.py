@@ -23,14 +23,14 @@ from jaxpar.hlo.program.parse import parse_module
 _NESTED = ("while", "conditional", "call")
 
 _Made = frozenset[str] | tuple["_Made", ...]
-"""The loops and branches with collectives that an instruction's result depends on; a tuple has them
-for each part.
+"""The loops and branches with collectives that an instruction's result depends on; a tuple has one
+entry for each part of the result.
 """
 
 
 def find_unordered(text: str) -> list[tuple[Instruction, Instruction]]:
-    """Find loops and branches with collectives, each with the next collective if that does not
-    depend on its result.
+    """Find loops and branches with collectives, each with the next collective where that one does
+    not depend on the loop's or branch's result.
 
     It is enough to look at neighbours: what is started after the second comes after the first as
     well.
@@ -64,9 +64,8 @@ def require_order(compiled: jax.stages.Compiled, devices: Iterable[jax.Device]) 
     wrong.
 
     Args:
-      compiled: the program.
-      devices: the devices that it runs on. Nothing is checked for a single one, or where the first
-        is no CPU.
+      devices: the devices that it runs on. Nothing is checked for a single device, or where the
+        first is no CPU.
 
     Raises:
       UserError: the program has such collectives; the message names the first two. Or its text

@@ -17,7 +17,7 @@ from jaxpar.hlo.work.memory_traffic import traffic
 
 
 class Operations(NamedTuple):
-    """How much a program does one after another."""
+    """The work of a program whose tasks run one after another."""
 
     tasks: int
     """The instructions that take time."""
@@ -28,14 +28,7 @@ class Operations(NamedTuple):
 
 
 def operations(program: Program) -> Operations:
-    """Count the tasks of a program as it is.
-
-    Args:
-      program: the program.
-
-    Returns:
-      Its tasks, their runs, and the bytes that they move.
-    """
+    """Count the tasks of a program as it is, their runs, and the bytes that they move."""
     counted = list(walk(program.nodes))
     return Operations(
         len(counted),
@@ -45,16 +38,13 @@ def operations(program: Program) -> Operations:
 
 
 _OF_ANY_ONE = opcodes.FREE | opcodes.words("broadcast iota copy dynamic-update-slice")
-"""What stands beside a single operation in a fusion that joins nothing: how its operands come to
-it, and where its result goes."""
+"""Opcodes that stand beside the one operation of a fusion that joins nothing: they bring its
+operands to it, and put its result in its place."""
 
 
 def joining_fusions(text: str) -> int:
     """Count the fusions of a program that join several operations. Compilers also wrap a single one
     into a fusion of its own, to make a kernel of it.
-
-    Args:
-      text: the text of the module.
 
     Returns:
       How many there are; those inside of loops count once.
@@ -77,9 +67,6 @@ def operations_opened(text: str, program: Program) -> Operations:
     Args:
       text: the text of the scheduled module.
       program: what `read_program` made of it.
-
-    Returns:
-      The tasks, their runs, and the bytes that they move.
     """
     module = parse_module(text)
     standing = {
@@ -105,7 +92,7 @@ def operations_opened(text: str, program: Program) -> Operations:
 
 
 def _inside(module: Module, fusion: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-    """The operations in a fusion that take time, also in fusions inside it."""
+    """Yield the operations in a fusion that take time, also in fusions inside it."""
     if fusion.opcode != "fusion":
         return
     for computation in module.called(fusion):

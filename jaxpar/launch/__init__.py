@@ -3,7 +3,7 @@ process itself.
 
 `local` is what each process of a run does, and all of `jaxpar train`. `gang` starts several
 processes, and starts all again when one dies (Ray Train), with fewer machines by `elastic`;
-`preemption` hands them a signal to stop.
+`preemption` hands them a signal to stop, and `ray_cluster` is where they are.
 
 `scripts` fills in what Slurm, GKE, TPU VMs and SkyPilot take (`templates/`): `placement` says where
 a run goes, `script_run` what its hosts do, `staging` which files are sent to them, and

@@ -46,16 +46,12 @@ def compose_config(
     Args:
       config: the config as it is.
       settings: the settings by name.
-      target: the system.
       folder: where the files go. What was rehearsed or trained there before is not done again.
       train_steps: the steps after which the loss of the small form counts
         (`jaxpar.launch.small_loss`); 0 = nothing is trained.
       loss_within: by how many nats a token the loss of the best may be above the base's.
       say: is called with a line for each point.
       command: the command line, for `results.json`.
-
-    Returns:
-      The study.
 
     Raises:
       UserError: the config as it is cannot be rehearsed, or a limit of the loss is given and
@@ -110,12 +106,11 @@ def rehearse_trials(
     folder: Path,
     say: Say = lambda line: None,
 ) -> list[Point]:
-    """Rehearse each combination of a sweep; write `results.csv` and, where one
-    could be, `results.png`.
+    """Rehearse each combination of a sweep; write `results.csv` and, where one could be,
+    `results.png`.
 
     Args:
       trials: for each combination of settings its config, or why there is none.
-      target: the system.
       folder: where the files go. What was rehearsed there before is not done again.
       say: is called with a line for each combination.
 

@@ -1,26 +1,25 @@
-"""How many processes a run may have: the config of each number, and Ray's choice among them."""
+"""How many processes a run may have: the config of each number, and the choice among them before
+each start.
+"""
 
 from __future__ import annotations
 
-import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxpar.base.config import CompilerConfig, Config, KernelsConfig, incompatible_changes
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import Say, UserError
 from jaxpar.base.layout.mesh import MeshSpec, axis_sizes, describe, devices_needed, resolve
 from jaxpar.base.process.runtime import start
 from jaxpar.rehearse.targets import Target
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment
-
-if TYPE_CHECKING:
-    from ray.util.queue import Queue  # pyright: ignore[reportMissingImports]
 
 
 class Sizes(NamedTuple):
@@ -208,77 +207,112 @@ def _sequences(experiment: Experiment) -> int:
     return experiment.sequences // experiment.plan.size("batch")
 
 
-def elastic_trainer(sizes: Sizes, join_seconds: float, lines: Queue, **given: Any) -> Any:
-    """Make Ray's trainer of a run that goes on with the processes that there is room for.
+def fit_elastic(
+    make_trainer: Callable[[int], Any],
+    sizes: Sizes,
+    count_places: Callable[[bool], int],
+    max_failures: int,
+    join_seconds: float,
+    say: Say,
+) -> Any:
+    """Train with as many processes as there is room for, and again after each failure.
 
-    Ray counts the places before each start, and this takes the largest number that can serve. The
+    The places are counted before each start, and the largest number that can serve is taken. The
     first start waits for the most. While processes run, nothing is changed.
 
     Args:
+      make_trainer: makes Ray's trainer of a number of processes, which starts them once.
       sizes: the numbers that can serve.
+      count_places: counts the places of the cluster; with True those that nobody has.
+      max_failures: how many failures are followed by another start.
       join_seconds: how long the first start waits for the most.
-      lines: gets a line where the number changes, or is waited for.
-      **given: the arguments of `JaxTrainer`.
+      say: gets a line where the number changes, or is waited for.
 
     Returns:
-      The trainer.
+      What the trainer's `fit` returned.
 
     Raises:
-      UserError: this version of Ray makes no such choice.
+      ray.train.TrainingFailedError: they failed more often, or could not begin.
     """
-    try:
-        import ray  # pyright: ignore[reportMissingImports]
-        from ray.train.v2._internal.execution.scaling_policy import (  # pyright: ignore[reportMissingImports]
-            ElasticScalingPolicy,
-        )
-        from ray.train.v2.jax import JaxTrainer  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise UserError(f"--elastic needs Ray 2.60 or a later one that has it: {error}") from error
+    from ray.train import TrainingFailedError  # pyright: ignore[reportMissingImports]
 
-    # a node that has just gone may still be counted, for seconds: then it is counted again
-    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
+    until = time.monotonic() + join_seconds
+    failures = 0
+    before = 0
+    free_only = False
+    while True:
+        places = partial(count_places, free_only)
+        size = _wait_for_room(sizes, before, places, until, say)
+        try:
+            return make_trainer(size).fit()
+        except TrainingFailedError as error:
+            free_only = _had_no_room(error)
+            if free_only:  # as if it had not been tried
+                continue
+            failures += 1
+            before = size
+            could_not_begin = hasattr(error, "controller_failure")
+            if could_not_begin or failures > max_failures:
+                raise
 
-    class Policy(ElasticScalingPolicy):
-        """Ray's own, of the numbers that can serve."""
 
-        until = 0.0
-        size = 0
-        said = ""
+def _wait_for_room(
+    sizes: Sizes, before: int, count_places: Callable[[], int], until: float, say: Say
+) -> int:
+    """Wait until a number of processes that can serve has room, and return it.
 
-        def _say(self, line: str) -> None:
-            if line != self.said:
-                self.said = line
-                lines.put(line)
+    Args:
+      sizes: the numbers that can serve.
+      before: the number of the last start that had room; 0 = there was none.
+      count_places: counts the places.
+      until: until when the first start waits for the most, by `time.monotonic`.
+      say: gets a line.
+    """
+    said = ""
+    while True:
+        places = min(count_places(), sizes.most)
+        size = sizes.largest(places)
+        wanted = min(sizes.configs)
+        if not before and time.monotonic() < until:
+            wanted = max(sizes.configs)
+        if size >= wanted:
+            break
+        line = f"waiting for {_count_text(wanted)}: the Ray cluster has room for {places}"
+        if line != said:
+            say(line)
+        said = line
+        time.sleep(1)
+    if size < places:
+        say(f"{_count_text(places)} have room and cannot serve ({sizes.refused[places]})")
+    if size != before:
+        instead = f" in place of {before}" if before else ""
+        say(f"{_count_text(size)}{instead}: {sizes.describe(size)}")
+    return size
 
-        def _count_possible_workers(self, reserved_resources: Mapping[str, Any]) -> int:
-            # what Ray has reserved may be seconds old
-            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-            here = {node: has for node, has in reserved_resources.items() if node in alive}
-            places = super()._count_possible_workers(here)
-            size = sizes.largest(places)
-            self.until = self.until or time.monotonic() + join_seconds
-            waits = not self.size and time.monotonic() < self.until
-            if size == 0 or (waits and size < sizes.largest(sizes.most)):
-                wanted = sizes.largest(sizes.most) if waits else min(sizes.configs)
-                self._say(
-                    f"waiting for {_count_text(wanted)}: the Ray cluster has room for {places}"
-                )
-                return 0
-            if size < places:
-                self._say(
-                    f"{_count_text(places)} have room and cannot serve ({sizes.refused[places]})"
-                )
-            if size != self.size:
-                before = f" in place of {self.size}" if self.size else ""
-                self._say(f"{_count_text(size)}{before}: {sizes.describe(size)}")
-            self.size = size
-            return size
 
-    class Trainer(JaxTrainer):
-        """Ray's own, with that policy."""
+def _had_no_room(error: Exception) -> bool:
+    """Whether processes could not be placed in time, as on a node that had just gone and was still
+    counted. Ray has no public names for these two.
+    """
+    failure = type(getattr(error, "controller_failure", None)).__name__
+    return failure in ("WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError")
 
-        def _initialize_and_run_controller(self, **controller: Any) -> Any:
-            controller["scaling_policy"] = Policy(self.scaling_config)
-            return super()._initialize_and_run_controller(**controller)
 
-    return Trainer(**given)
+def count_places(ray: Any, needed: Mapping[str, float], free_only: bool) -> int:
+    """Count the processes that a cluster of Ray has room for.
+
+    Args:
+      ray: the module.
+      needed: what each process has, by the resource's name.
+      free_only: whether what others have is left out. Of the nodes together, that is: which node
+        has it, Ray does not say.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    places = sum(_times(needed, node) for node in nodes)
+    if free_only:
+        places = min(places, _times(needed, ray.available_resources()))
+    return places
+
+
+def _times(needed: Mapping[str, float], there: Mapping[str, float]) -> int:
+    return int(min(there.get(kind, 0) // count for kind, count in needed.items()))

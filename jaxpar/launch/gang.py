@@ -5,17 +5,14 @@ died.
 from __future__ import annotations
 
 import io
-import logging
 import math
 import os
 import socket
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import jax
@@ -29,9 +26,10 @@ from jaxpar.base.layout.mesh import devices_needed
 from jaxpar.base.process.multihost import run_together
 from jaxpar.base.process.runtime import start
 from jaxpar.base.toml import to_toml
-from jaxpar.launch.elastic import Sizes, elastic_sizes, elastic_trainer, read_range
+from jaxpar.launch.elastic import Sizes, count_places, elastic_sizes, fit_elastic, read_range
 from jaxpar.launch.local import train_config
-from jaxpar.launch.preemption import NOWHERE, Place, Stops, fit, say_where
+from jaxpar.launch.preemption import NOWHERE, fit, say_where
+from jaxpar.launch.ray_cluster import Cluster, ray_started, room_requested
 from jaxpar.rehearse.targets import Target, check_mesh
 from jaxpar.train.guard.failures import CopiesDiffer, PeerLost
 from jaxpar.train.hooks import OnRow
@@ -39,92 +37,9 @@ from jaxpar.train.hooks import OnRow
 if TYPE_CHECKING:
     from ray.util.queue import Queue  # pyright: ignore[reportMissingImports]
 
-_SETTINGS = {
-    "RAY_TRAIN_V2_ENABLED": "1",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AIR_NEW_OUTPUT": "0",
-    # a process that reports a row waits until Ray has read the one before
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the behaviour that Ray's warning says will come
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C is ours
-    # of a cluster that is started here: at Ray's 15 a training waits for whatever else runs
-    "RAY_worker_niceness": "0",
-}
-
-
-class Cluster(NamedTuple):
-    """A cluster of Ray that this process is connected to."""
-
-    ray: Any
-    """The module, with `ray.train` and `ray.tune`."""
-    records: str
-    """A folder for what Ray writes, which is removed at the end."""
-    lines: Queue
-    """What is put there, anywhere in the cluster, is a line on this screen."""
-    stops: Stops
-    """What this process is told, and where the processes are that are to be told of it."""
-
 
 class ProcessesFailed(UserError):
     """The processes failed more often than they may start again."""
-
-
-@contextmanager
-def ray_started(address: str, cpus: int = 0) -> Iterator[Cluster]:
-    """Connect to a cluster of Ray, or start one on this machine, and leave it at the end.
-
-    Ray's own log is kept from the screen.
-
-    Args:
-      address: the cluster's, as `ray.init` takes it; empty = $RAY_ADDRESS, or this machine if that
-        is not set.
-      cpus: how many processes shall have a place on this machine.
-
-    Yields:
-      The cluster.
-
-    Raises:
-      UserError: Ray is not installed, or the cluster cannot be reached.
-    """
-    for key, value in _SETTINGS.items():
-        os.environ.setdefault(key, value)
-    try:
-        import ray.train  # pyright: ignore[reportMissingImports]
-        import ray.tune  # pyright: ignore[reportMissingImports]
-        from ray.util.queue import Queue  # pyright: ignore[reportMissingImports]
-        from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
-            NodeAffinitySchedulingStrategy,
-        )
-    except ImportError as error:
-        raise UserError(f"this needs Ray, and {error}: pip install 'jaxpar[ray]'") from error
-    address = address or os.environ.get("RAY_ADDRESS", "local")
-    with tempfile.TemporaryDirectory() as folder:
-        if address == "local":
-            here = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
-        else:
-            here = {}
-        # or Ray reads all that libtpu has ever logged on this machine
-        os.environ.setdefault("TPU_LOG_DIR", folder)
-        try:
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **here)
-        except ConnectionError as error:
-            raise UserError(f"no Ray cluster at {address}: {str(error).splitlines()[0]}") from error
-        try:
-            # it lives where this process does, also where the head has no CPU for it: another node
-            # may go away
-            here_only = NodeAffinitySchedulingStrategy(
-                ray.get_runtime_context().get_node_id(), False
-            )
-            lines = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here_only})
-            stops = Stops()
-            printing = Thread(target=_print_lines, args=(lines, stops), daemon=True)
-            printing.start()
-            yield Cluster(ray, folder, lines, stops)
-            lines.put(None)
-            printing.join()
-        finally:
-            ray.shutdown()
 
 
 def launch(
@@ -171,19 +86,24 @@ def launch(
         sizes = elastic_sizes(config, fewest, most, target, own)
         for size, why in sizes.refused.items():
             console().print(f"{size} processes cannot serve: {why}")
-        places = _places(target, most) | {"num_workers": (fewest, most)}
+        places = _places(target, most)
     else:
         _require_processes(config, workers, target)
         sizes = None
         most = workers
         places = _places(target, workers)
-    with ray_started(address, most) as cluster:
+    with ExitStack() as stack:
+        cluster = stack.enter_context(ray_started(address, most))
+        # the mark is the name of a file that all processes must see
+        job = {**job_of(config, folder), "mark": uuid4().hex, "lines": cluster.lines}
         if sizes is None:
             _say_what_is_missing(cluster, places)
-        job = job_of(config, folder)
-        trainer = _trainer(cluster, job, places, max_failures, sizes, config.mesh.join_seconds)
+            train = _trainer(cluster, job, places, {"max_failures": max_failures}).fit
+        else:
+            train = _elastic(cluster, job, places, max_failures, sizes, config.mesh.join_seconds)
+            stack.enter_context(room_requested(_needed(places), most))
         try:
-            found = fit(cluster.ray, trainer.fit, cluster.stops).return_value or {}
+            found = fit(cluster.ray, train, cluster.stops).return_value or {}
         except cluster.ray.train.TrainingFailedError as error:
             raise _failed(error, max_failures) from error
     if "error" in found:
@@ -256,7 +176,7 @@ def _require_processes(config: Config, workers: int, target: Target | None) -> N
 
 def _say_what_is_missing(cluster: Cluster, places: Mapping[str, Any]) -> None:
     """Say what a cluster has too few of; it may be one that grows."""
-    for kind, count in places.get("resources_per_worker", {"CPU": 1}).items():
+    for kind, count in _needed(places).items():
         needed = count * places["num_workers"]
         here = int(cluster.ray.cluster_resources().get(kind, 0))
         if here < needed:
@@ -267,33 +187,57 @@ def _trainer(
     cluster: Cluster,
     job: Mapping[str, Any],
     places: Mapping[str, Any],
-    max_failures: int,
-    sizes: Sizes | None,
-    join_seconds: int,
+    failures: Mapping[str, int],
 ) -> Any:
-    """Ray's trainer of a job, with the processes of `_places`, or with as many of the sizes as
-    there is room for.
+    """Ray's trainer of a job, with the processes of `_places`.
+
+    Args:
+      cluster: where they are to be.
+      job: what each of them needs.
+      places: how many they are, and what each has.
+      failures: how often Ray may start them again, in the words of `ray.train.FailureConfig`.
     """
     from ray.train.v2.jax import JaxTrainer  # pyright: ignore[reportMissingImports]
 
     train = cluster.ray.train
-    # the mark is the name of a file that all processes must see
-    job = {**job, "mark": uuid4().hex, "lines": cluster.lines}
-    given = {
-        "train_loop_per_worker": _work,
-        "train_loop_config": job,
-        "run_config": train.RunConfig(
+    return JaxTrainer(
+        train_loop_per_worker=_work,
+        train_loop_config=dict(job),
+        scaling_config=train.ScalingConfig(**places),
+        run_config=train.RunConfig(
             storage_path=cluster.records,
-            failure_config=train.FailureConfig(max_failures=max_failures),
+            failure_config=train.FailureConfig(**failures),
             callbacks=[_tell_of_failures(cluster.lines)],
         ),
-    }
-    if sizes is None:
-        return JaxTrainer(**given, scaling_config=train.ScalingConfig(**places))
-    job["sizes"] = {size: to_toml(config, RESOLVED) for size, config in sizes.configs.items()}
-    # processes that run are left alone
-    scaling = train.ScalingConfig(**places, elastic_resize_monitor_interval_s=math.inf)
-    return elastic_trainer(sizes, join_seconds, cluster.lines, **given, scaling_config=scaling)
+    )
+
+
+def _elastic(
+    cluster: Cluster,
+    job: Mapping[str, Any],
+    places: Mapping[str, Any],
+    max_failures: int,
+    sizes: Sizes,
+    join_seconds: int,
+) -> Callable[[], Any]:
+    """Return what trains a job with as many processes as there is room for."""
+    # a node that has just gone is still counted, for seconds: then all are counted again
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
+    needed = _needed(places)
+    once = {"max_failures": 0, "controller_failure_limit": 0}
+
+    def make_trainer(size: int) -> Any:
+        own = {**job, "config": to_toml(sizes.configs[size], RESOLVED)}
+        return _trainer(cluster, own, {**places, "num_workers": size}, once)
+
+    return lambda: fit_elastic(
+        make_trainer,
+        sizes,
+        lambda free_only: count_places(cluster.ray, needed, free_only),
+        max_failures,
+        join_seconds,
+        cluster.lines.put,
+    )
 
 
 def job_of(config: Config, folder: Path) -> dict[str, Any]:
@@ -330,22 +274,6 @@ def read_job(job: dict[str, Any]) -> tuple[Config, Path]:
     if Path(job["here"]).is_dir():
         os.chdir(job["here"])
     return parse(job["config"], "the config"), Path(job["folder"])
-
-
-def _print_lines(lines: Queue, stops: Stops) -> None:
-    """Print what processes say until one says None, or Ray ends, and note where they are."""
-    out = console()
-    while True:
-        try:
-            line = lines.get()
-        except Exception:
-            return
-        if line is None:
-            return
-        if isinstance(line, Place):
-            stops.place = line if line.pid else None
-        else:
-            out.print(line)
 
 
 def _tell_of_failures(lines: Queue) -> Any:
@@ -399,14 +327,17 @@ def _places(target: Target | None, workers: int) -> dict[str, Any]:
     return places | {"use_tpu": True, "topology": target.topology, "accelerator_type": kind}
 
 
+def _needed(places: Mapping[str, Any]) -> Mapping[str, float]:
+    """What each process has of the cluster, by the resource's name."""
+    return places.get("resources_per_worker", {"CPU": 1})
+
+
 def _work(job: dict[str, Any]) -> dict[str, Any]:
     """What each process does; Ray hands the first one's dict back. A mistake of the user's is
     returned, not raised: Ray would start all processes again."""
     import ray.train  # pyright: ignore[reportMissingImports]
 
     context = ray.train.get_context()
-    if "sizes" in job:
-        job = {**job, "config": job["sizes"][context.get_world_size()]}
     try:
         config, folder = read_job(job)
     except UserError as error:

@@ -1,4 +1,6 @@
-"""What the manifests for GKE are filled with: jobs and pods, their volumes, their environment."""
+"""The values that the manifests for GKE are filled with: jobs and pods, their volumes, their
+environment.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from jaxpar.rehearse.targets import Target
 
 
 def kubernetes_values(run: ScriptRun, name: str) -> dict[str, Any]:
-    """What the manifests name: a job for each slice, and a pod for each host."""
+    """Collect the values that the manifests name: a job for each slice, and a pod for each host."""
     target = run.target
     values = {
         "image": run.where.image,
@@ -46,7 +48,9 @@ def kubernetes_values(run: ScriptRun, name: str) -> dict[str, Any]:
 
 
 def _pod_env(run: ScriptRun, name: str) -> list[str]:
-    """The environment of a pod: what is set, and what it reads from a Secret of the cluster."""
+    """Write the environment of a pod: what is set, and what it reads from a Secret of the
+    cluster.
+    """
     split = [pair.partition("=") for pair in run.env]
     plain = [f"- {{name: {key}, value: {json.dumps(value)}}}" for key, _, value in split]
     hidden = [
@@ -57,7 +61,7 @@ def _pod_env(run: ScriptRun, name: str) -> list[str]:
 
 
 def _secret_note(run: ScriptRun, name: str) -> str:
-    """How the Secret is made that the pods read."""
+    """Write the command that makes the Secret that the pods read."""
     if not run.where.secrets:
         return ""
     given = " ".join(f'--from-literal={key}="${key}"' for key in run.where.secrets)
@@ -65,7 +69,7 @@ def _secret_note(run: ScriptRun, name: str) -> str:
 
 
 def _volumes(run: ScriptRun, name: str) -> dict[str, str]:
-    """The volumes of a pod: the run folder's, the config's, and on GPUs shared memory."""
+    """Write the volumes of a pod: the run folder's, the config's, and on GPUs shared memory."""
     volumes = []
     if not run.in_bucket:
         claim = f"persistentVolumeClaim: {{claimName: {run.where.claim}}}"
@@ -83,7 +87,7 @@ def _volumes(run: ScriptRun, name: str) -> dict[str, str]:
 
 
 def _config_map(file: str, name: str) -> str:
-    """A manifest with the text of a config, which is mounted as a file."""
+    """Write a manifest with the text of a config, which is mounted as a file."""
     text, _ = find_toml(file, "jaxpar.configs")
     lines = [
         "apiVersion: v1",
@@ -98,7 +102,7 @@ def _config_map(file: str, name: str) -> str:
 
 
 def _cluster_env(name: str, target: Target) -> list[str]:
-    """The variables by which the pods of a job set find each other."""
+    """Write the variables by which the pods of a job set find each other."""
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     return [
         f'- {{name: JAX_COORDINATOR_ADDRESS, value: "{name}-workers-0-0.{name}:8476"}}',

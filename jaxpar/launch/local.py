@@ -1,5 +1,5 @@
-"""What each process of a run does: a config settled and, if asked, verified; then trained, with
-pictures of its memory and its loss."""
+"""The work of each process of a run: a config is settled and, if asked, verified; then trained,
+with pictures of its memory and its loss."""
 
 from __future__ import annotations
 
@@ -44,21 +44,18 @@ def train_config(
     hooks: Sequence[Hook] = (),
     began: float | None = None,
 ) -> Result:
-    """What `jaxpar train` does: settle what the config leaves open for the devices at hand, verify
-    the plan if asked (see `TrainArgs`), and train it.
+    """Train as `jaxpar train` does: settle what the config leaves open for the devices at hand,
+    verify the plan if asked, and train it.
 
     Args:
       config: every setting.
       folder: the run folder, which is made if it is absent; or its URL in a bucket.
       verify: whether to compare the plan with one device before, and to train only if it is equal.
-      hooks: what is done besides at steps.
+      hooks: further hooks of the run.
       began: when `train.max_time` began to count, by `time.monotonic`; None = now.
 
-    Returns:
-      How the run ended.
-
     Raises:
-      UserError: see `run`; for too little memory it says what would fit.
+      UserError: `train.run` refuses the config; for too little memory it says what would fit.
     """
     if began is None:
         began = time.monotonic()
@@ -74,7 +71,7 @@ def _train_config(
     began: float,
     account: Account,
 ) -> Result:
-    """The same, with an account of the process's time."""
+    """Settle, verify and train a config, with an account of the process's time."""
     # what is wrong with the layout or the data is said before a budget is solved
     experiment = make_experiment(config)
     main = jax.process_index() == 0
@@ -106,8 +103,8 @@ def _train_config(
 
 
 class _MemoryFile(Hook):
-    """Writes where the bytes of a step are, as predicted and by the compiler, and what a device
-    has.
+    """A hook that writes where the bytes of a step are, as predicted and by the compiler, and what
+    a device has.
     """
 
     def __init__(self, run: Run):
@@ -128,7 +125,9 @@ class _MemoryFile(Hook):
 
 
 class _LossPicture(Hook):
-    """Draws loss.png every minute, in a thread beside the steps of the first process."""
+    """A hook that draws loss.png every minute, in a thread beside the steps of the first
+    process.
+    """
 
     def __init__(self, run: Run, beside: Executor, say: Say):
         self._run = run
@@ -142,7 +141,7 @@ class _LossPicture(Hook):
             self.draw()
 
     def draw(self) -> Future[None]:
-        """Have the other thread draw it."""
+        """Have the other thread draw the picture."""
         return self._beside.submit(self._draw)
 
     def _draw(self) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Annotated
 
 from jaxpar.base.errors import UserError, is_url
+from jaxpar.base.field_marks import Trait
 from jaxpar.base.hardware import Cloud
 from jaxpar.rehearse.targets import Target
 
 _UNUSED = {"gke": ("package",), "slurm": ("spot", "claim", "ray", "package")}
-"""What a kind of script has no use for; TPU VMs and SkyPilot have none for what pods need."""
+"""The flags that a kind of script has no use for; TPU VMs and SkyPilot have none for what pods
+need.
+"""
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class Placement:
 
     target: str = ""
     """The hardware, v5p-64 or h100x64: docs/targets.md lists the names."""
-    run: str = ""
+    run: Annotated[str, Trait.MAY_BE_URL] = ""
     """Run folder, a URL (gs://, s3://) or on storage that all hosts share; empty = runs/NAME under
     Slurm, and /mnt/jaxpar/NAME elsewhere, where the storage is mounted at the folder that it is
     in."""
@@ -27,7 +31,7 @@ class Placement:
     """How often all processes start again after a crash."""
     spot: bool = False
     """Take machines that may be taken back (not under Slurm)."""
-    image: str = ""
+    image: Annotated[str, Trait.MAY_BE_URL] = ""
     """GKE and Slurm: the container image, with jaxpar in it and its tag; the repository's
     Dockerfile makes one. Under Slurm it needs Pyxis; empty = none there."""
     package: str = ""
@@ -47,7 +51,7 @@ class Placement:
 
 
 def require_place(kind: str, where: Placement, target: Target, cloud: Cloud) -> None:
-    """Require that a kind of script can start a run there, and uses all that was given.
+    """Require that a kind of script can start a run on a target, and uses all that was given.
 
     Args:
       kind: what starts it: slurm, gke, tpu-vm or skypilot.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """Where the first process of a start trains.
+    """The node and process in which the first process of a start trains.
 
     Attributes:
       node: Ray's name of its node.
@@ -35,19 +35,19 @@ class Place(NamedTuple):
 
 
 NOWHERE = Place("", 0)
-"""What is said when the processes have failed."""
+"""The place that is told when the processes have failed."""
 
 
 class Stops:
-    """What this process was told, and where the first process trains that is to be told of it.
+    """The stop that this process was asked for, and the process that is to be told of it.
 
     Attributes:
       number: the signal that asked for a stop; 0 = none has.
-      place: of the processes that train now; None = they have not met yet.
+      place: the place of the processes that train now; None = they have not met yet.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing asked."""
+        """Begin without a stop."""
         self.number = 0
         self.place: Place | None = None
 
@@ -79,7 +79,7 @@ def listening(stops: Stops) -> Iterator[None]:
     """Take the signals that ask for a stop; only the main thread can.
 
     Args:
-      stops: is told of them.
+      stops: is told of the signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -96,18 +96,14 @@ def listening(stops: Stops) -> Iterator[None]:
 
 
 def fit(ray: Any, train: Callable[[], Any], stops: Stops) -> Any:
-    """Call what trains, and hand a stop on to the processes, also to those of another start.
+    """Call what trains, and hand a stop on to the processes, also after they were started again.
 
     Args:
-      ray: the module.
       train: waits until all processes have ended; it runs in a thread, or Ray would take Ctrl-C.
       stops: what this process is told.
 
-    Returns:
-      What `train` returned.
-
     Raises:
-      KeyboardInterrupt, SystemExit: see `Stops.take`.
+      KeyboardInterrupt, SystemExit: `Stops.take` ends this process.
       Exception: whatever `train` raised.
     """
     results = list[Any]()
@@ -157,7 +153,7 @@ def _terminate(ray: Any, place: Place) -> None:
 
 
 def _node(ray: Any) -> str:
-    """Ray's name of the node that this process is on."""
+    """Return Ray's name of the node that this process is on."""
     return ray.get_runtime_context().get_node_id()
 
 
@@ -167,11 +163,7 @@ def _kill(pid: int) -> None:
 
 
 def say_where(lines: Queue) -> None:
-    """Tell the process that launched this one where it trains.
-
-    Args:
-      lines: the cluster's queue.
-    """
+    """Tell the process that launched this one, through the cluster's queue, where it trains."""
     import ray  # pyright: ignore[reportMissingImports]
 
     lines.put(Place(_node(ray), os.getpid(), socket.gethostname()))

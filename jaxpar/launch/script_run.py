@@ -17,12 +17,12 @@ from jaxpar.launch.staging import Package, StagedFile, named_inputs, package_for
 from jaxpar.rehearse.targets import Target
 
 VENV = "/tmp/jaxpar"
-"""Where TPU VMs and SkyPilot's machines have the environment of a run."""
+"""The folder in which TPU VMs and SkyPilot's machines have the environment of a run."""
 
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """What every template is filled from."""
+    """The run that every template is filled from."""
 
     source: str
     """The config's name or path, as given."""
@@ -31,17 +31,17 @@ class ScriptRun:
     file: str
     """The config's file here; empty = it is a preset."""
     there: str
-    """Where the hosts find the config: a file's path there, or a preset's name."""
+    """The place where the hosts find the config: a file's path there, or a preset's name."""
     folder: str
     """The run folder."""
     command: list[str]
-    """What each host runs."""
+    """The command that each host runs."""
     config: Config
-    """What each host trains, with the paths of its files there."""
+    """The config that each host trains, with the paths of its files there."""
     staged: list[StagedFile]
     """The files that are sent to the hosts."""
     package: Package
-    """What is installed there, where nothing is yet."""
+    """The package that is installed there, where nothing is yet."""
 
     @property
     def on_gpu(self) -> bool:
@@ -58,7 +58,7 @@ class ScriptRun:
 
     @property
     def env(self) -> list[str]:
-        """`NAME=value` of what is set for the processes."""
+        """The pairs `NAME=value` that are set for the processes."""
         ours = [] if self.target.hosts == 1 else list(self.cloud.env)
         return [*ours, *self.where.env]
 
@@ -69,17 +69,12 @@ class ScriptRun:
 
 
 def run_of(kind: str, source: str, config: Config, where: Placement, target: Target) -> ScriptRun:
-    """The run of a config on a target, as a kind of script starts it.
+    """Make the run of a config on a target, as a kind of script starts it.
 
     Args:
-      kind: what starts it.
+      kind: a key of `scripts.TEMPLATES`.
       source: the config's name or path, as given.
-      config: that config with the settings of the command line.
-      where: where it goes.
-      target: the hardware that `where` names.
-
-    Returns:
-      The run.
+      config: the config of `source` with the settings of the command line.
 
     Raises:
       UserError: what the hosts need cannot be sent to them.
@@ -120,7 +115,7 @@ def run_of(kind: str, source: str, config: Config, where: Placement, target: Tar
 
 
 def _file_of(source: str) -> str:
-    """The file of a config, that of a run folder its config.toml; empty for a preset."""
+    """Return the file of a config, a run folder's config.toml for one; empty for a preset."""
     if source in presets("jaxpar.configs"):
         return ""
     if Path(source).is_dir():
@@ -129,7 +124,7 @@ def _file_of(source: str) -> str:
 
 
 def _place_of(file: str, kind: str) -> str:
-    """Where the hosts find a config's file: nodes of Slurm share a file system with us."""
+    """Return where the hosts find a config's file: nodes of Slurm share a file system with us."""
     if kind == "slurm":
         return file
     if kind == "gke":
@@ -138,7 +133,7 @@ def _place_of(file: str, kind: str) -> str:
 
 
 def _usual_folder(source: str, kind: str) -> str:
-    """The run folder where none was named."""
+    """Return the run folder where none was named."""
     stem = Path(source).stem
     if kind == "slurm":
         return f"runs/{stem}"
@@ -146,7 +141,7 @@ def _usual_folder(source: str, kind: str) -> str:
 
 
 def _settings(base: Config, config: Config) -> list[str]:
-    """The settings that make `config` of `base`, as words of a command line."""
+    """List the settings that make `config` of `base`, as words of a command line."""
     old = flatten(base)
     words = []
     for key, value in flatten(config).items():

@@ -1,4 +1,4 @@
-"""A script or manifest that trains a config on a target, for what is there to start it: a template,
+"""Scripts and manifests that train a config on a target, for what is there to start it: templates,
 filled in.
 """
 
@@ -32,7 +32,7 @@ TEMPLATES = {
     "tpu-vm": "tpu_vm.sh",
     "skypilot": "skypilot.yaml",
 }
-"""What starts the processes, and its file in `templates/`."""
+"""The kinds of script, by what starts the processes, each with its file in `templates/`."""
 
 
 def script(kind: str, source: str, config: Config, where: Placement) -> str:
@@ -43,9 +43,6 @@ def script(kind: str, source: str, config: Config, where: Placement) -> str:
       source: the config's name or path, as given.
       config: that config with the settings of the command line.
       where: the target, and what else the kind needs to know.
-
-    Returns:
-      The text.
 
     Raises:
       UserError: the mesh does not fit the target, this kind cannot start on it, or something is
@@ -85,8 +82,8 @@ def script(kind: str, source: str, config: Config, where: Placement) -> str:
 
 
 def _fill(template: str, values: dict[str, Any]) -> str:
-    """The template with its `{{names}}`; several lines keep the indent of the first, and a line of
-    none goes.
+    """Fill in the `{{names}}` of a template; several lines keep the indent of the first, and a line
+    of none goes.
     """
     lines = []
     for line in template.splitlines():

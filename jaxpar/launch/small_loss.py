@@ -52,10 +52,9 @@ def loss_after(
     folder: Path,
     say: Say = lambda line: None,
 ) -> float:
-    """Train the small form of a config, or read what that came to before.
+    """Train the small form of a config, or read its loss where that was trained before.
 
     Args:
-      config: every setting.
       steps: the steps of the training.
       folder: where the runs are, in a folder each, and beside it what they print, `DIGEST.log`.
       say: is called with a line where one is trained.
@@ -85,7 +84,7 @@ def loss_after(
 
 
 def _losses(rows: Sequence[Mapping[str, float]], step: int) -> list[float]:
-    """The validation losses after a step among the rows of a run."""
+    """List the validation losses after a step among the rows of a run."""
     return [row["val_loss"] for row in rows if "val_loss" in row and row["step"] == step]
 
 
@@ -101,11 +100,8 @@ def small_form(config: Config, steps: int) -> Config:
       config: every setting.
       steps: the steps of its training.
 
-    Returns:
-      The small form.
-
     Raises:
-      UserError: it cannot be, such as for a mask that has no small form.
+      UserError: there is none, as where a mask has no small form.
     """
     train = config.train
     kept = (
@@ -156,7 +152,7 @@ def small_form(config: Config, steps: int) -> Config:
 
 
 def _small_model(config: Config) -> ModelConfig:
-    """The model with few layers and narrow dims, in the proportions of the config's."""
+    """Make the model with few layers and narrow dims, in the proportions of the config's."""
     model = config.model
     kinds = model.kinds
     layers = kinds * max(1, min(model.layers, MOST_LAYERS) // kinds)

@@ -1,5 +1,5 @@
-"""What a run needs on other machines: the library in one version, the files that its config names,
-and the environment.
+"""The needs of a run on other machines: the library in one version, the files that its config
+names, and the environment.
 """
 
 from __future__ import annotations
@@ -40,13 +40,8 @@ class StagedFile:
 
 
 def local_inputs(config: Config) -> dict[str, str]:
-    """Return the settings that name files or folders which lie on this machine, with their paths.
-
-    Args:
-      config: every setting.
-
-    Returns:
-      The path of each dotted key, as it is given.
+    """List the settings that name files or folders on this machine, each dotted key with its path
+    as given.
 
     Raises:
       UserError: a part of a mixture is one, which cannot be staged.
@@ -63,20 +58,13 @@ def local_inputs(config: Config) -> dict[str, str]:
 
 
 def named_inputs(config: Config) -> dict[str, str]:
-    """Return the settings that name files or folders, with their paths or URLs.
-
-    Args:
-      config: every setting.
-    """
+    """List the settings that name files or folders, with their paths or URLs."""
     values = flatten(config)
     return {key: str(values[key]) for key in _KEYS if values.get(key)}
 
 
 def stage_inputs(config: Config) -> tuple[Config, list[StagedFile]]:
-    """Have a config's files of this machine taken along.
-
-    Args:
-      config: every setting.
+    """Stage a config's files of this machine for the hosts.
 
     Returns:
       The config with their paths on the hosts, and the files that must be sent there.
@@ -94,7 +82,6 @@ def require_seen(config: Config, storage: Path | None) -> None:
     """Refuse files of this machine where the hosts see one storage only.
 
     Args:
-      config: every setting.
       storage: the folder that the storage is mounted at on every host; None = there is none.
 
     Raises:
@@ -115,10 +102,10 @@ def require_seen(config: Config, storage: Path | None) -> None:
 
 @dataclass(frozen=True)
 class Package:
-    """What pip installs on the hosts.
+    """The package that pip installs on the hosts.
 
     Attributes:
-      requirement: for pip; a wheel's path is that on the hosts.
+      requirement: the requirement for pip; a wheel has its path on the hosts.
       wheel: the wheel that must be sent there; None = pip fetches it.
       note: what a user should know of it; empty = nothing.
     """
@@ -129,8 +116,8 @@ class Package:
 
 
 def package_for(given: str, extra: str) -> Package:
-    """Return what the hosts install: one version of the library, the one that is here unless
-    another is given.
+    """Choose the version of the library that the hosts install: the one that is here unless another
+    is given.
 
     Args:
       given: a wheel's path or URL, a requirement of pip with its version, or empty.
@@ -161,7 +148,7 @@ def package_for(given: str, extra: str) -> Package:
 
 
 def _package_here(extra: str) -> Package:
-    """The version that runs here: the commit of a clone, or of what pip installed from one."""
+    """Name the version that runs here: the commit of a clone, or of what pip installed from one."""
     clone = Path(__file__).parents[2]
     commit = ""
     note = ""
@@ -184,7 +171,7 @@ def _package_here(extra: str) -> Package:
 
 
 def _git(folder: Path, *words: str) -> str:
-    """What git says; empty where there is no git."""
+    """Run git, and return what it says; empty where there is no git."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words], capture_output=True, text=True, check=False
@@ -195,7 +182,7 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def _installed_commit() -> str:
-    """The commit that pip installed (PEP 610); empty where it was none."""
+    """Read the commit that pip installed (PEP 610); empty where it was none."""
     try:
         text = distribution("jaxpar").read_text("direct_url.json")
     except PackageNotFoundError:
@@ -230,10 +217,6 @@ def require_environment(env: Sequence[str], secrets: Sequence[str]) -> None:
 
 
 def exports(pairs: Sequence[str]) -> list[str]:
-    """The lines of a shell that set some variables.
-
-    Args:
-      pairs: `NAME=value`.
-    """
+    """Write the lines of a shell that set variables, given as `NAME=value`."""
     split = [pair.partition("=") for pair in pairs]
     return [f"export {name}={shlex.quote(value)}" for name, _, value in split]

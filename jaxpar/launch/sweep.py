@@ -1,5 +1,5 @@
-"""A run for every combination of some settings, under Ray Tune, and what came of them: a table, a
-file, a picture.
+"""A run for every combination of some settings, under Ray Tune, with a table, a file and a picture
+of the results.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config
 from jaxpar.base.console import count_text
 from jaxpar.base.errors import UserError, require_local
-from jaxpar.launch.gang import job_of, ray_started, read_job
+from jaxpar.launch.gang import job_of, read_job
 from jaxpar.launch.local import train_config
+from jaxpar.launch.ray_cluster import ray_started
 from jaxpar.train.metrics import read_metrics
 
 
@@ -30,24 +31,18 @@ class Trial(NamedTuple):
     """
 
     settings: str
-    """`mesh.tensor=2 train.learning_rate=1e-3`."""
+    """The settings, `mesh.tensor=2 train.learning_rate=1e-3`."""
     loss: float | None = None
     val_loss: float | None = None
     tokens_per_second: float | None = None
     step_seconds: float | None = None
     error: str = ""
-    """Why the config was refused, or what the run broke off with."""
+    """The reason why the config was refused, or why the run broke off."""
 
 
 def grid(over: Sequence[str]) -> list[list[str]]:
-    """Return every combination of `["mesh.tensor=1,2", ...]`, as settings: `[["mesh.tensor=1",
-    ...], ...]`.
-
-    Args:
-      over: a setting with its values, each: `mesh.tensor=1,2`.
-
-    Returns:
-      The settings of each combination.
+    """List every combination of `["mesh.tensor=1,2", ...]`, as settings: `[["mesh.tensor=1", ...],
+    ...]`.
 
     Raises:
       UserError: a word names no values, or there is none.
@@ -68,13 +63,8 @@ def grid(over: Sequence[str]) -> list[list[str]]:
 
 
 def split_values(text: str) -> list[str]:
-    """Cut a text at the commas that stand in no brackets.
-
-    Args:
-      text: `[window(8),bigbird(3, 1)],[causal]`.
-
-    Returns:
-      The parts: `["[window(8),bigbird(3, 1)]", "[causal]"]`.
+    """Cut a text at the commas that stand in no brackets: `[window(8),bigbird(3, 1)],[causal]` has
+    two parts.
     """
     parts = [""]
     depth = 0
@@ -97,7 +87,7 @@ def sweep(
       trials: for each combination of settings its config, or why there is none.
       folder: storage that all machines of the cluster share. Runs that are in it go on.
       per_trial: CPUs, GPUs or TPU chips of a run; 0 = all that one machine has.
-      address: see `jaxpar.launch.gang.ray_started`.
+      address: the cluster, as `jaxpar.launch.ray_cluster.ray_started` takes it.
 
     Returns:
       How each ended, in the order of `trials`.
@@ -159,7 +149,7 @@ def _name(settings: str) -> str:
 
 
 def _resources(ray: Any, on_cpu: bool, count: int) -> dict[str, float]:
-    """What Ray shall keep for a run: `count` CPUs, GPUs or TPU chips, or those of the largest
+    """Choose what Ray keeps for a run: `count` CPUs, GPUs or TPU chips, or all of the largest
     machine.
     """
     kinds = ["CPU"] if on_cpu else ["TPU", "GPU", "CPU"]
@@ -173,7 +163,7 @@ def _resources(ray: Any, on_cpu: bool, count: int) -> dict[str, float]:
 
 
 def _run(settings: str, job: dict[str, str], lines: Any) -> Trial:
-    """What the process of one combination does."""
+    """Train one combination of settings in a process of its own."""
     try:
         config, folder = read_job(job)
         train_config(config, folder)
@@ -200,13 +190,8 @@ def _run(settings: str, job: dict[str, str], lines: Any) -> Trial:
 
 
 def results_table(results: Sequence[Trial]) -> Table:
-    """The table of a sweep, a row for each combination.
-
-    Args:
-      results: what `sweep` returned; all have the same settings.
-
-    Returns:
-      The table.
+    """Make the table of what `sweep` returned, a row for each combination; all have the same
+    settings.
     """
     # a value may have spaces
     words = [re.split(r" (?=\w+\.[\w.]+=)", trial.settings) for trial in results]

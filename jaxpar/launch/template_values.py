@@ -1,5 +1,5 @@
-"""What the templates of scripts are filled with: what several of them name, and what those of
-Slurm, TPU VMs and SkyPilot name besides.
+"""The values that the templates of scripts are filled with: for several kinds, and for Slurm, TPU
+VMs and SkyPilot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxpar.launch.staging import FILES, StagedFile, exports, local_inputs
 
 
 def common_values(run: ScriptRun) -> dict[str, Any]:
-    """What templates of several kinds name."""
+    """Collect the values that templates of several kinds name."""
     stem = Path(run.source).stem
     words = shlex.join(run.command)
     requirement = shlex.quote(run.package.requirement)
@@ -47,7 +47,7 @@ def common_values(run: ScriptRun) -> dict[str, Any]:
 
 
 def slurm_values(run: ScriptRun) -> dict[str, Any]:
-    """What a batch script names besides. Its nodes share a file system."""
+    """Collect the further values of a batch script, whose nodes share a file system."""
     container = []
     if run.where.image:
         container = [
@@ -80,7 +80,9 @@ def slurm_values(run: ScriptRun) -> dict[str, Any]:
 
 
 def tpu_vm_values(run: ScriptRun) -> dict[str, Any]:
-    """What the script for TPU VMs names besides. The hosts read secrets from Secret Manager."""
+    """Collect the further values of the script for TPU VMs, whose hosts read secrets from Secret
+    Manager.
+    """
     files = [StagedFile(run.file, run.there)] if run.file else []
     files += run.staged
     sends = [f"send_to_hosts {shlex.quote(file.here)} {shlex.quote(file.there)}" for file in files]
@@ -113,7 +115,9 @@ export JAX_NUM_PROCESSES="$SKYPILOT_NUM_NODES" JAX_PROCESS_ID="$SKYPILOT_NODE_RA
 
 
 def skypilot_values(run: ScriptRun) -> dict[str, Any]:
-    """What SkyPilot's task names. It takes a TPU slice for one node, and runs on all its hosts."""
+    """Collect the values of SkyPilot's task, which takes a TPU slice for one node, and runs on all
+    its hosts.
+    """
     runtime = f"accelerator_args: {{runtime_version: {run.cloud.runtime}}}"
     mounts = [StagedFile(run.file, run.there)] if run.file else []
     mounts += run.staged

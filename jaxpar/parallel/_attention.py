@@ -15,6 +15,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Strategy
 from jaxpar.base.layout.sharding import Axes, Layout, output_axis, require_layout
 from jaxpar.base.number_checks import require_whole
+from jaxpar.base.registry import KERNELS
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.libraries import stand_in_scope
 from jaxpar.kernels.masks import Causal, Mask, apart_from_segments, without_segments
@@ -125,7 +126,7 @@ def attention(
             seen = with_documents_from(q_start, mask, segments_BS)
             out_BSHh = chosen(q_BSHh, k_BTKh, v_BTKh, seen)[0]
             return named(layout.constrain(out_BSHh, _HEADS), "attention_out")
-        if name in dispatch.PAIRS or split.devices > 1:
+        if KERNELS[name].merges or split.devices > 1:
             return split_attention(split, mask, q_BSHh, k_BTKh, v_BTKh, segments_BS)
         return _on_each_device(chosen, split, mask, q_BSHh, k_BTKh, v_BTKh, segments_BS)
 

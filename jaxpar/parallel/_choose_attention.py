@@ -17,6 +17,7 @@ from jaxpar.base.layout.fit_heads import fit_rules
 from jaxpar.base.layout.sharding import Layout, kv_copy_axes
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
+from jaxpar.kernels.attention.kernel import AttentionRequest
 from jaxpar.kernels.masks import Mask
 from jaxpar.parallel.collectives import capability_of, platform_of
 from jaxpar.parallel.context import Split, kernel_for
@@ -72,7 +73,7 @@ def choose_attention(
     call = Call(softcap=split.softcap, q_start=split.q_start)
     capability = capability_of(layout)
     cut = cut_heads(layout)
-    request = dispatch.AttentionRequest(
+    request = AttentionRequest(
         queries, keys, mask, call, with_lse=False, dropping=dropping, capability=capability, cut=cut
     )
     name, why = dispatch.choose(request, platform, split.implementation)

@@ -1,5 +1,5 @@
-"""Attention with a cache of keys and values: the ops with which a model reads a prompt, and those
-of each next token.
+"""Attention with a cache of keys and values: `fill_cache` where a model reads a prompt, and
+`attend_cached` for each next token (`attention_state`).
 
 A layer's cache is a pair of arrays [N, T, h]: T slots for each kv head of each row. The prompts lie
 in the first slots, filled up on the right, and each new token takes the next slot of every row at
@@ -14,10 +14,9 @@ head, h head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import output_axis
 from jaxpar.kernels.attention.call import MASKED, cap_scores
-from jaxpar.kernels.masks import Mask
-from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.ops import AttentionCall, Ops
 
 Cache = tuple[Array, Array]
 """The keys and the values of a layer [N, T, h]."""
@@ -74,90 +72,76 @@ def _local(
     )
 
 
-@dataclass(frozen=True)
-class PrefillOps(Ops):
-    """The ops that read prompts: attention also appends the layer's cache, with so many slots, to
-    `caches`.
+def fill_cache(
+    call: AttentionCall, state: None, ops: Ops, *, plan: Plan, slots: int
+) -> tuple[Array, Cache]:
+    """Attend within the prompts, and leave the layer's cache.
+
+    Args:
+      call: the attention of the layer.
+      state: nothing was left before.
+      ops: the ops that attend.
+      plan: the plan of the run.
+      slots: how many slots the cache has.
+
+    Returns:
+      The output, and the cache.
     """
 
-    slots: int = 0
-    caches: list[Cache] = field(default_factory=list)
+    def store(x_BSKh: Array) -> Array:
+        B, S, K, h = x_BSKh.shape
+        return jnp.pad(x_BSKh.swapaxes(1, 2).reshape(B * K, S, h), ((0, 0), (0, slots - S), (0, 0)))
 
-    def attention(
-        self,
-        q_BSHh: Array,
-        k_BSKh: Array,
-        v_BSKh: Array,
-        *args,
-        **kwargs,
-    ) -> Array:
-        def store(x_BSKh: Array) -> Array:
-            B, S, K, h = x_BSKh.shape
-            return jnp.pad(
-                x_BSKh.swapaxes(1, 2).reshape(B * K, S, h), ((0, 0), (0, self.slots - S), (0, 0))
-            )
-
-        kv = self.plan.spec(("batch", None, output_axis("kv_heads", self.plan)))
-        run = _local(store, self.plan, kv, cache_spec(self.plan))
-        self.caches.append((run(k_BSKh), run(v_BSKh)))
-        return super().attention(q_BSHh, k_BSKh, v_BSKh, *args, **kwargs)
+    kv = plan.spec(("batch", None, output_axis("kv_heads", plan)))
+    run = _local(store, plan, kv, cache_spec(plan))
+    cache = (run(call.k_BTKh), run(call.v_BTKh))
+    return ops.attention(call), cache
 
 
-@dataclass(frozen=True)
-class DecodeOps(Ops):
-    """The ops of one new token in each row, which sees the tokens in the cache that its layer's
-    mask shows.
-    """
+class NewTokens(NamedTuple):
+    """Where the new tokens stand, one of each row, and those that are in the cache."""
 
-    before: Sequence[Cache] = ()
-    """The caches of the layers."""
-    slot: Int[Array, ""] | int = 0
-    """The slot that the new tokens take, int32 scalar."""
-    places_BT: Int[Array, "B T"] | None = None
+    slot: Int[Array, ""] | int
+    """The slot that the new tokens take."""
+    place_B: Int[Array, " B"]
+    """The place of each in its row."""
+    places_BT: Int[Array, "B T"]
     """The place in its row of the token in each slot; EMPTY for none. Later slots have later
-    places.
-    """
-    place_B: Int[Array, " B"] | None = None
-    """The places of the new tokens."""
-    caches: list[Cache] = field(default_factory=list)
-    """The caches with the new tokens, appended as each layer runs."""
+    places."""
 
-    def attention(
-        self,
-        q_BSHh: Array,
-        k_BSKh: Array,
-        v_BSKh: Array,
-        mask: Mask,
-        segments_BS: Array | None = None,
-        dropout_rate: float = 0.0,
-        key: Array | None = None,
-        softcap: float = 0.0,
-        q_start: int = 0,
-    ) -> Array:
-        """Attention of one token a row. There are no documents, no dropout and no halves."""
-        assert segments_BS is None and key is None, "generation has neither documents nor dropout"
-        assert q_start == 0, "one token has no halves"
-        assert self.place_B is not None and self.places_BT is not None
-        place_B1 = self.place_B[:, None]
-        plan = self.plan
-        # A mask may show later places, which are not written yet.
-        seen_BT = mask.visible(place_B1, self.places_BT) & (self.places_BT <= place_B1)
-        heads, kv = (
-            plan.spec(("batch", None, axis)) for axis in ("heads", output_axis("kv_heads", plan))
-        )
-        cache = (cache_spec(plan), cache_spec(plan))
-        one = partial(attend, softcap=softcap)
-        run = _local(
-            one,
-            plan,
-            (heads, kv, kv, cache, P(), plan.spec(("batch",))),
-            (heads, cache),
-        )
-        out_BSHh, after = run(
-            q_BSHh, k_BSKh, v_BSKh, self.before[len(self.caches)], jnp.int32(self.slot), seen_BT
-        )
-        self.caches.append(after)
-        return out_BSHh
+
+def attend_cached(
+    call: AttentionCall, state: Cache, ops: Ops, *, plan: Plan, new: NewTokens
+) -> tuple[Array, Cache]:
+    """Attend with one new token in each row, which sees the tokens in the cache that the layer's
+    mask shows.
+
+    Args:
+      call: the attention of the layer. There are no documents, no dropout and no halves.
+      state: the cache of the layer.
+      ops: not used: the cache has all that is attended to.
+      plan: the plan of the run.
+      new: where the new tokens stand.
+
+    Returns:
+      The output, and the cache with the new tokens.
+    """
+    assert call.segments_BT is None and call.key is None, "there are no documents and no dropout"
+    assert call.q_start == 0, "one token has no halves"
+    place_B1 = new.place_B[:, None]
+    # A mask may show later places, which are not written yet.
+    seen_BT = call.mask.visible(place_B1, new.places_BT) & (new.places_BT <= place_B1)
+    heads, kv = (
+        plan.spec(("batch", None, axis)) for axis in ("heads", output_axis("kv_heads", plan))
+    )
+    cache = (cache_spec(plan), cache_spec(plan))
+    run = _local(
+        partial(attend, softcap=call.softcap),
+        plan,
+        (heads, kv, kv, cache, P(), plan.spec(("batch",))),
+        (heads, cache),
+    )
+    return run(call.q_BSHh, call.k_BTKh, call.v_BTKh, state, jnp.int32(new.slot), seen_BT)
 
 
 def attend(

@@ -37,6 +37,20 @@ class Places(NamedTuple):
     text: Bool[Array, "B S"] | None = None
 
 
+class LayerInfo(NamedTuple):
+    """What a layer is told of itself.
+
+    Attributes:
+      key: the key of its dropout; None = no dropout.
+      kind: its number modulo `config.kinds`, which says which of the masks is its own.
+      number: its number, which is not known while the program is traced; None = it is not told.
+    """
+
+    key: Array | None = None
+    kind: int = 0
+    number: Int[Array, ""] | int | None = None
+
+
 def places_of_halves(places: Places, plan: Plan) -> list[Places]:
     """Return the places of the `halves` of a batch that is `in_order`."""
     parts = (halves(x_BS, TOKENS, plan) for x_BS in places)

@@ -1,44 +1,116 @@
-"""The ops of a model, bound to a plan: here the plan's choices become the ops' keyword options.
+"""What a model calls for a matmul, a lookup, attention, experts and a loss: the `Ops` that every
+implementation has, and the records of what its longer calls are given.
 
-A model calls these and knows no plan. Whoever calls it chooses these or others like them
-(`verify.reference_ops`).
+A model is given its ops and knows no plan. The implementations are `MeshOps`, which follow a plan;
+`jaxpar.verify.reference_ops`, which are plain mathematics; and `WrappedOps`, which are those of
+another but for what a class derived from it changes.
 
-Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, V vocab, E experts.
+Shapes: B batch, S sequence, T keys, D embed, H heads, K kv heads, h head_dim, F mlp, V vocab,
+E experts, k entries of a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax import Array
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxpar.base.errors import UserError
-from jaxpar.base.layout.mesh import MeshSpec, make_mesh
-from jaxpar.base.layout.plan import Plan
-from jaxpar.base.layout.sharding import Axes, LogicalAxis, output_axis
-from jaxpar.kernels.masks import Mask, Segments, follows_documents
-from jaxpar.parallel import _attention, _lookup, cross_entropy, linear
-from jaxpar.parallel.collectives import further_split
-from jaxpar.parallel.context import Split
+from jaxpar.base.layout.sharding import Axes, LogicalAxis
+from jaxpar.kernels.masks import Mask
 from jaxpar.parallel.cross_entropy import LossSums, SoftTargets
-from jaxpar.parallel.cross_entropy.top_k import TopK, linear_top_k
+from jaxpar.parallel.cross_entropy.top_k import TopK
 from jaxpar.parallel.experts import RouterSums
-from jaxpar.parallel.experts import layer as experts
-from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
-from jaxpar.parallel.linear.ring_matmul import ring_forms
+from jaxpar.parallel.experts.layer import RouterName
 from jaxpar.parallel.linear.weight_view import Weight
 
 
-@dataclass(frozen=True)
-class Ops:
-    """What a model calls for a matmul, a lookup, attention, experts and a loss: each is the
-    function of its name.
-    """
+class AttentionCall(NamedTuple):
+    """What attention is given."""
 
-    plan: Plan
+    q_BSHh: Float[Array, "B S H h"]
+    """The queries; H is a multiple of K."""
+    k_BTKh: Float[Array, "B T K h"]
+    """The keys."""
+    v_BTKh: Float[Array, "B T K h"]
+    """The values."""
+    mask: Mask
+    """What a query sees, by its place and the key's."""
+    segments_BT: Int[Array, "B T"] | None = None
+    """The number of each key's document; None = a row is one document. A token sees what the mask
+    shows it of its own document, as if that were alone."""
+    dropout_rate: float = 0.0
+    """The share of the attention weights that is dropped, from 0 to below 1."""
+    key: jax.Array | None = None
+    """The key of the dropout; None = nothing is dropped."""
+    softcap: float = 0.0
+    """Scores become `softcap * tanh(score / softcap)`; 0 = they are taken as they are."""
+    q_start: int = 0
+    """The place of the first query among the keys; the last query stands where the last key
+    does."""
+
+
+class ExpertsCall(NamedTuple):
+    """What a mixture of experts is given."""
+
+    x_BSD: Float[Array, "B S D"]
+    """The residual stream after its norm."""
+    router_DE: Float[Array, "D E"]
+    """The weight that scores the experts."""
+    gate_EDF: Weight
+    """Each expert's weight whose output goes through SiLU."""
+    up_EDF: Weight
+    """Each expert's weight whose output is multiplied by that."""
+    down_EFD: Weight
+    """Each expert's weight back to the residual stream."""
+    experts_per_token: int
+    """How many experts a token is sent to; in the mean, where experts choose. The weights of
+    several are scaled to a sum of 1."""
+    text_BS: Bool[Array, "B S"] | None = None
+    """True where a token is text; padding is in none of the router's sums. None = all are text."""
+    router: RouterName = "token_choice"
+    """Who chooses: each token its experts, or each expert its tokens of each sequence."""
+
+
+class LogitsCall(NamedTuple):
+    """What scores the vocabulary: `x @ head.T + bias`."""
+
+    x_BSD: Float[Array, "B S D"]
+    """The final hidden states, in the residual stream's layout."""
+    head_VD: Float[Array, "V D"]
+    """The vocabulary matrix; its rows past `vocab_size` are padding."""
+    vocab_size: int
+    """The size of the true vocabulary."""
+    softcap: float = 0.0
+    """Scores become `softcap * tanh(score / softcap)`; 0 = they are taken as they are."""
+    bias_V: Float[Array, " V"] | None = None
+    """What is added to the score of each entry, before the cap; None = nothing is."""
+
+
+class LossCall(NamedTuple):
+    """What a loss is given: scores, and what they are held against."""
+
+    scores: LogitsCall
+    """What makes the scores."""
+    labels_BS: Int[Array, "B S"]
+    """For each token the entry that should follow; one below zero does not count."""
+    z_loss: float = 0.0
+    """The weight of the square of the softmax's log-normaliser."""
+    label_smoothing: float = 0.0
+    """The share of a label's mass that is spread evenly over the true vocabulary."""
+    soft: SoftTargets | None = None
+    """Weighted entries of the vocabulary beside the labels; None = the labels alone."""
+    alpha: float = 1.0
+    """The share of the soft targets in the loss; the labels have the rest."""
+    temperature: float = 1.0
+    """What scores are divided by where they are held against the soft targets."""
+
+
+class Ops(Protocol):
+    """What a model calls. All arrays are global, and the same on any mesh; the axes that are named
+    are logical.
+    """
 
     def column_linear(
         self,
@@ -48,13 +120,19 @@ class Ops:
         biases: Any = None,
         seq: LogicalAxis | Sequence[LogicalAxis] = "seq",
     ) -> Any:
-        """See `jaxpar.parallel.column_linear`: one weight, or several that share a gather."""
-        several = isinstance(weights, list | tuple)
-        of_first = axes[0] if several else axes
-        forms = self.plan.overlap.forms(output_axis(of_first[0], self.plan))
-        return linear.column_linear(
-            x_BSD, weights, axes, self.plan, biases=biases, seq=seq, overlap=forms
-        )
+        """Multiply the residual stream by a weight, or by several that share its gather.
+
+        Args:
+          x_BSD: the stream.
+          weights: one weight [D, *out], an array or a `WeightView`; or a list or tuple of them.
+          axes: the logical axes of the output's dims after the second, of each weight.
+          biases: a bias [*out] of each weight, or None for no bias.
+          seq: the logical axis of the output's sequence, or one for each weight.
+
+        Returns:
+          The output [B, S, *out] in the compute dtype, or a tuple of them.
+        """
+        ...
 
     def row_linear(
         self,
@@ -65,238 +143,111 @@ class Ops:
         seq: LogicalAxis | Sequence[LogicalAxis] = "seq",
         to: LogicalAxis = "embed",
     ) -> Array:
-        """See `jaxpar.parallel.row_linear`: one input, or several whose products are summed."""
-        of_first = axes[0] if isinstance(h_BSI, list | tuple) else axes
-        forms = self.plan.overlap.forms(of_first[0])
-        return linear.row_linear(
-            h_BSI, weight, axes, self.plan, bias=bias, seq=seq, to=to, overlap=forms
-        )
+        """Multiply hidden features by a weight back to the residual stream; of several, sum the
+        products before they are scattered.
+
+        Args:
+          h_BSI: the features [B, S, *in], or a list or tuple of several.
+          weight: the weight [*in, D], an array or a `WeightView`, of each.
+          axes: the logical axes of its dims but the last, of each.
+          bias: the bias [D], or None for no bias, of each.
+          seq: the logical axis of the features' sequence, or one for each.
+          to: the logical axis of the output's last dim.
+
+        Returns:
+          The sum [B, S, D] in the compute dtype.
+        """
+        ...
 
     def rank_linear(
         self, u_BSr: Array, weight: Array, axes: Axes, seq: LogicalAxis = "seq"
     ) -> Array:
-        """See `jaxpar.parallel.rank_linear`."""
-        return linear.rank_linear(u_BSr, weight, axes, self.plan, seq=seq)
+        """Multiply a narrow array, such as LoRA's, that each device has whole.
+
+        Args:
+          u_BSr: the array.
+          weight: the weight [r, *out].
+          axes: the logical axes of the output's dims after the second.
+          seq: the logical axis of the sequence.
+
+        Returns:
+          The output [B, S, *out] in the compute dtype.
+        """
+        ...
 
     def lookup(self, table_VD: Array, ids_BS: Array, axis: LogicalAxis | None) -> Array:
-        """See `jaxpar.parallel.lookup`."""
-        return _lookup.lookup(table_VD, ids_BS, axis, self.plan)
+        """Look up rows of a table.
 
-    def attention(
-        self,
-        q_BSHh: Array,
-        k_BSKh: Array,
-        v_BSKh: Array,
-        mask: Mask,
-        segments_BS: Array | None = None,
-        dropout_rate: float = 0.0,
-        key: Array | None = None,
-        softcap: float = 0.0,
-        q_start: int = 0,
-    ) -> Array:
-        """See `jaxpar.parallel.attention`; documents are those of the keys. A token sees what the
-        mask shows it of its own document of `segments_BS`, as if that were alone.
+        Args:
+          table_VD: the table.
+          ids_BS: the number of a row for each token.
+          axis: the logical axis of the table's rows.
 
-        Raises:
-          UserError: as there; or there are documents, and the map of a `BlockSparse` is of the
-            whole sequence, or a mask of one's own may be.
+        Returns:
+          The rows [B, S, D] in the compute dtype and the residual stream's layout.
         """
-        plan = self.plan
-        if segments_BS is not None:
-            if not follows_documents(mask):
-                raise UserError(
-                    f"packed documents begin anywhere in a sequence, and the map of {mask} "
-                    "begins where that does: give BlockSparse per_document=True if it is to begin "
-                    "with each document, and derive a mask of your own from OfDistance if it "
-                    "looks at nothing but the distance"
-                )
-            mask = mask & Segments(segments_BS, segments_BS)
-        return _attention.attention(
-            q_BSHh,
-            k_BSKh,
-            v_BSKh,
-            mask,
-            plan,
-            context=plan.context.strategy,
-            implementation=plan.attention,
-            dropout_rate=dropout_rate,
-            key=key,
-            softcap=softcap,
-            q_start=q_start,
-        )
+        ...
 
-    def expert_mlp(
-        self,
-        x_BSD: Array,
-        router_DE: Array,
-        gate_EDF: Weight,
-        up_EDF: Weight,
-        down_EFD: Weight,
-        experts_per_token: int,
-        text_BS: Array | None = None,
-        router: experts.RouterName = "token_choice",
-    ) -> tuple[Array, RouterSums]:
-        """See `jaxpar.parallel.expert_mlp`."""
-        weights = router_DE, gate_EDF, up_EDF, down_EFD
-        return experts.expert_mlp(
-            x_BSD,
-            *weights,
-            self.plan,
-            experts_per_token=experts_per_token,
-            text_BS=text_BS,
-            router=router,
-        )
+    def attention(self, call: AttentionCall) -> Array:
+        """Return the mean of the values by the softmax of the scores, [B, S, H, h]."""
+        ...
 
-    def linear_cross_entropy(
-        self,
-        x_BSD: Array,
-        head_VD: Array,
-        labels_BS: Array,
-        vocab_size: int,
-        z_loss: float = 0.0,
-        softcap: float = 0.0,
-        bias_V: Array | None = None,
-        label_smoothing: float = 0.0,
-        soft: SoftTargets | None = None,
-        alpha: float = 1.0,
-        temperature: float = 1.0,
-    ) -> LossSums:
-        """See `jaxpar.parallel.linear_cross_entropy`."""
-        return cross_entropy.linear_cross_entropy(
-            x_BSD,
-            head_VD,
-            labels_BS,
-            self.plan,
-            bias_V=bias_V,
-            vocab_size=vocab_size,
-            z_loss=z_loss,
-            softcap=softcap,
-            label_smoothing=label_smoothing,
-            soft=soft,
-            alpha=alpha,
-            temperature=temperature,
-            loss_mib=self.plan.loss_mib,
-        )
+    def expert_mlp(self, call: ExpertsCall) -> tuple[Array, RouterSums]:
+        """Return the weighted sum of the SwiGLUs of each token's experts, [B, S, D], and the
+        router's sums of the batch.
+        """
+        ...
 
-    def linear_top_k(
-        self,
-        x_BSD: Array,
-        head_VD: Array,
-        k: int,
-        vocab_size: int,
-        softcap: float = 0.0,
-    ) -> TopK:
-        """See `jaxpar.parallel.linear_top_k`."""
-        return linear_top_k(
-            x_BSD,
-            head_VD,
-            k,
-            self.plan,
-            vocab_size=vocab_size,
-            softcap=softcap,
-            loss_mib=self.plan.loss_mib,
-        )
+    def linear_cross_entropy(self, call: LossCall) -> LossSums:
+        """Return the sums of the loss over the labels that count."""
+        ...
 
-    def logits(
-        self,
-        x_BSD: Array,
-        head_VD: Array,
-        vocab_size: int,
-        softcap: float = 0.0,
-        bias_V: Array | None = None,
+    def linear_top_k(self, call: LogitsCall, k: int) -> TopK:
+        """Return the k largest log-probabilities of each token, [B, S, k], and their entries."""
+        ...
+
+    def logits(self, call: LogitsCall) -> Array:
+        """Return the float32 scores [B, S, V]; those past the true vocabulary may be there, and
+        mean nothing.
+        """
+        ...
+
+
+class WrappedOps(Ops):
+    """The ops of another; a class derived from it says which of them it changes.
+
+    Attributes:
+      ops: the others.
+    """
+
+    def __init__(self, ops: Ops):
+        self.ops = ops
+
+    def column_linear(self, x_BSD: Array, weights: Any, axes: Any, *rest: Any, **named: Any) -> Any:
+        return self.ops.column_linear(x_BSD, weights, axes, *rest, **named)
+
+    def row_linear(self, h_BSI: Any, weight: Any, axes: Any, *rest: Any, **named: Any) -> Array:
+        return self.ops.row_linear(h_BSI, weight, axes, *rest, **named)
+
+    def rank_linear(
+        self, u_BSr: Array, weight: Array, axes: Axes, *rest: Any, **named: Any
     ) -> Array:
-        """See `jaxpar.parallel.logits`."""
-        forms = self.plan.overlap.forms("vocab")
-        return linear.logits(
-            x_BSD,
-            head_VD,
-            self.plan,
-            bias_V=bias_V,
-            vocab_size=vocab_size,
-            softcap=softcap,
-            overlap=forms,
-        )
+        return self.ops.rank_linear(u_BSr, weight, axes, *rest, **named)
 
+    def lookup(self, table_VD: Array, ids_BS: Array, axis: LogicalAxis | None) -> Array:
+        return self.ops.lookup(table_VD, ids_BS, axis)
 
-def ops_without_plan(compute: str = "float32") -> Ops:
-    """The ops of a module that is called by itself: plain mathematics on one device.
+    def attention(self, call: AttentionCall) -> Array:
+        return self.ops.attention(call)
 
-    Args:
-      compute: the dtype of matmuls, activations and their sums: float32 or bfloat16.
+    def expert_mlp(self, call: ExpertsCall) -> tuple[Array, RouterSums]:
+        return self.ops.expert_mlp(call)
 
-    Returns:
-      The ops, on the first device of JAX.
+    def linear_cross_entropy(self, call: LossCall) -> LossSums:
+        return self.ops.linear_cross_entropy(call)
 
-    Raises:
-      UserError: it is another dtype.
-    """
-    mesh = make_mesh(MeshSpec(), jax.devices()[:1])
-    return Ops(Plan(mesh, compute=cast(Literal["float32", "bfloat16"], compute)))
+    def linear_top_k(self, call: LogitsCall, k: int) -> TopK:
+        return self.ops.linear_top_k(call, k)
 
-
-def split_of(plan: Plan, softcap: float = 0.0) -> Split:
-    """How attention runs under a plan."""
-    return Split(plan, plan.context.strategy, plan.attention, softcap)
-
-
-def attention_calls(plan: Plan, seq_len: int, softcap: float = 0.0) -> list[tuple[Split, int]]:
-    """List how attention runs in a layer, with the number of its keys: once, or for the halves of
-    each sequence.
-
-    Args:
-      plan: the plan.
-      seq_len: the length of the whole sequence, in tokens.
-      softcap: that of the scores.
-
-    Returns:
-      Pairs of a split and the keys' length, as `choose_attention` takes them.
-    """
-    whole = split_of(plan, softcap)
-    if not plan.overlap.cuts_sequence:
-        return [(whole, seq_len)]
-    half = seq_len // 2
-    return [(whole, half), (whole._replace(q_start=half), seq_len)]
-
-
-def overlap_notes(plan: Plan) -> list[str]:
-    """Say for the log where a collective replaces a ring that the plan asks for.
-
-    Args:
-      plan: the plan, whose overlap is chosen.
-
-    Returns:
-      A line for each such case.
-    """
-    rings = ring_forms()
-    asked = [name for name, form in vars(plan.overlap).items() if form in rings]
-    if not asked:
-        return []
-    flags = " and ".join(f"overlap.{name}" for name in asked)
-    moves = further_split(STORED, GATHERED, plan)
-    if not moves:
-        why = "rules.residual_seq splits the sequence no further than rules.seq on this mesh"
-        return [f"{flags}: no ring, since {why}"]
-    attention = further_split(STORED, ATTENDED, plan)
-    notes = []
-    if attention != moves:
-        if attention:
-            ring = f"the ring is {' x '.join(attention[0][1])}"
-        else:
-            ring = "no ring"
-        over = " x ".join(plan.mesh_axes("attention_seq"))
-        notes.append(
-            f"{flags}: {ring} at attention, whose sequence is split over {over} "
-            "(rules.attention_seq)"
-        )
-    sums = {output_axis("kv_heads", plan): attention, "heads": attention, "mlp": moves}
-    for axis, moved in sums.items() if any("scatter" in name for name in asked) else ():
-        split = plan.mesh_axes(axis)
-        ring = moved[0][1] if moved else ()
-        if split and ring and set(split) != set(ring):
-            over = " x ".join(split)
-            around = " x ".join(ring)
-            notes.append(
-                f"overlap.scatter: sums over {over} (rules.{axis}) take a collective, the ring "
-                f"is {around}"
-            )
-    return notes
+    def logits(self, call: LogitsCall) -> Array:
+        return self.ops.logits(call)

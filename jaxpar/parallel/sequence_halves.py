@@ -12,9 +12,9 @@ Shapes: B batch, S sequence of a half, T whole sequence, H heads, K kv heads, h 
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -23,12 +23,16 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import Axes, output_axis
 from jaxpar.kernels.masks import Mask, looks_back
+from jaxpar.parallel.attention_state import run_with_states
 from jaxpar.parallel.collectives import manual
-from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.domino import Places
+from jaxpar.parallel.ops import AttentionCall, Ops
 from jaxpar.parallel.zigzag import TOKENS
 
+T = TypeVar("T")
 
-class _Handed(NamedTuple):
+
+class Keys(NamedTuple):
     """What an attention of the first half leaves for that of the second."""
 
     k_BSKh: Array
@@ -36,63 +40,72 @@ class _Handed(NamedTuple):
     segments_BS: Array | None
 
 
-@dataclass(frozen=True)
-class FirstHalfOps(Ops):
-    """The ops of the first half: attention also appends its keys and values to `handed`."""
+def run_parts(
+    block: Callable[[Array, Places, Ops], T],
+    xs: Sequence[Array],
+    places: Sequence[Places],
+    ops: Ops,
+    plan: Plan,
+) -> list[T]:
+    """Run a block on each part of a batch in turn (`domino.halves`).
 
-    handed: deque[_Handed] = field(default_factory=deque)
+    Args:
+      block: runs it on a part, with the ops of that part.
+      xs: the residual stream of each part.
+      places: the places of its tokens.
+      ops: the ops of the whole batch.
+      plan: says what the parts are.
 
-    def attention(
-        self,
-        q_BSHh: Array,
-        k_BSKh: Array,
-        v_BSKh: Array,
-        mask: Mask,
-        segments_BS: Array | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Array:
-        """Attend within the first half.
+    Returns:
+      What the block returned of each part.
 
-        Raises:
-          UserError: the mask may show later keys, or as for `Ops.attention`.
-        """
-        require_no_later_keys(mask)
-        self.handed.append(_Handed(k_BSKh, v_BSKh, segments_BS))
-        return super().attention(q_BSHh, k_BSKh, v_BSKh, mask, segments_BS, *args, **kwargs)
-
-
-@dataclass(frozen=True)
-class SecondHalfOps(Ops):
-    """The ops of the second half: attention takes the oldest keys and values of `handed` before its
-    own.
+    Raises:
+      UserError: each sequence is cut in two, and a mask may show the first half keys of the second.
     """
+    parts = list(zip(xs, places, strict=True))
+    if not plan.overlap.cuts_sequence:
+        return [block(x_BSD, place, ops) for x_BSD, place in parts]
+    first, second = (partial(block, x_BSD, place) for x_BSD, place in parts)
+    ys, keys = run_with_states(first, ops, attend_in_first_half)
+    zs, _ = run_with_states(second, ops, partial(attend_in_second_half, plan=plan), keys)
+    return [ys, zs]
 
-    handed: deque[_Handed] = field(default_factory=deque)
 
-    def attention(
-        self,
-        q_BSHh: Array,
-        k_BSKh: Array,
-        v_BSKh: Array,
-        mask: Mask,
-        segments_BS: Array | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Array:
-        """Attend to both halves, with the queries of the second."""
-        first = self.handed.popleft()
-        kv: Axes = ("batch", "attention_seq", output_axis("kv_heads", self.plan), None)
-        k_BTKh = _joined(first.k_BSKh, k_BSKh, kv, self.plan)
-        v_BTKh = _joined(first.v_BSKh, v_BSKh, kv, self.plan)
-        if first.segments_BS is None or segments_BS is None:
-            segments_BT = None
-        else:
-            segments_BT = _joined(first.segments_BS, segments_BS, TOKENS, self.plan)
-        before = first.k_BSKh.shape[1]
-        return super().attention(
-            q_BSHh, k_BTKh, v_BTKh, mask, segments_BT, *args, **kwargs, q_start=before
-        )
+def attend_in_first_half(call: AttentionCall, state: None, ops: Ops) -> tuple[Array, Keys]:
+    """Attend within the first half, and leave its keys and values.
+
+    Raises:
+      UserError: the mask may show later keys.
+    """
+    require_no_later_keys(call.mask)
+    return ops.attention(call), Keys(call.k_BTKh, call.v_BTKh, call.segments_BT)
+
+
+def attend_in_second_half(
+    call: AttentionCall, state: Keys, ops: Ops, *, plan: Plan
+) -> tuple[Array, None]:
+    """Attend to both halves, with the queries of the second.
+
+    Args:
+      call: the attention of the second half.
+      state: the keys and values of the first.
+      ops: the ops that attend.
+      plan: says how the arrays lie.
+
+    Returns:
+      The output of the second half; nothing is left for another.
+    """
+    kv: Axes = ("batch", "attention_seq", output_axis("kv_heads", plan), None)
+    segments_BT = None
+    if state.segments_BS is not None and call.segments_BT is not None:
+        segments_BT = _joined(state.segments_BS, call.segments_BT, TOKENS, plan)
+    of_both = call._replace(
+        k_BTKh=_joined(state.k_BSKh, call.k_BTKh, kv, plan),
+        v_BTKh=_joined(state.v_BSKh, call.v_BTKh, kv, plan),
+        segments_BT=segments_BT,
+        q_start=state.k_BSKh.shape[1],
+    )
+    return ops.attention(of_both), None
 
 
 def _joined(first: Array, second: Array, axes: Axes, plan: Plan) -> Array:
@@ -102,31 +115,6 @@ def _joined(first: Array, second: Array, axes: Axes, plan: Plan) -> Array:
         return jnp.concatenate([first, second], axis=1)
 
     return manual(join, plan, (axes, axes), axes)(first, second)
-
-
-def ops_of_parts(ops: Any, plan: Plan) -> tuple[Any, ...]:
-    """Return the ops of each part that a block runs on in turn (`halves.halves`).
-
-    Args:
-      ops: the ops of the whole.
-      plan: says what the parts are.
-
-    Returns:
-      For the halves of each sequence ops whose attention knows of the other half, otherwise the
-      same ops for each part.
-
-    Raises:
-      UserError: the ops are others than `Ops`, and the sequence is cut.
-    """
-    if not plan.overlap.cuts_sequence:
-        return (ops,) * plan.overlap.parts
-    if type(ops) is not Ops:
-        raise UserError(
-            f"overlap.domino cuts each sequence in two, and the ops {type(ops).__name__} do not "
-            "hand keys on from half to half: leave domino out"
-        )
-    handed = deque[_Handed]()
-    return FirstHalfOps(plan, handed), SecondHalfOps(plan, handed)
 
 
 def require_no_later_keys(mask: Mask) -> None:

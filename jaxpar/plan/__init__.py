@@ -1,5 +1,5 @@
-"""This package chooses the forms of overlap and what to keep, offload and recompute, and says what
-all of it takes.
+"""This package chooses the forms of overlap and what to keep, offload and recompute, and predicts
+the bytes and time that they take.
 
 `resolve` settles a config's `overlap = auto` and its `memory.budget`, for the devices at hand or
 for a target; `memory_account` predicts where the bytes of its step are.

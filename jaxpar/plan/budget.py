@@ -1,4 +1,4 @@
-"""What a config leaves open is settled here: its overlap, and a memory budget.
+"""This module settles what a config leaves open: its overlap, and a memory budget.
 
 A budget is solved for the fastest step that fits: `jaxpar.plan.choose_remat` has the choices, what
 they cost, and the best of them; `jaxpar.plan.memory_search` predicts the bytes of each. The winner
@@ -89,18 +89,10 @@ def resolve(
 def resolve_and_compile(
     experiment: Experiment, target: Target | None = None, say: Say = lambda line: None
 ) -> tuple[Experiment, jax.stages.Compiled | None]:
-    """Do as `resolve` does, and also return the step if a budget had it compiled, or else None.
+    """Settle an experiment as `resolve` does, and also return its step if a budget had it compiled,
+    or else None.
 
-    Args:
-      experiment: see `resolve`.
-      target: see `resolve`.
-      say: see `resolve`.
-
-    Returns:
-      The settled experiment, and its compiled step or None.
-
-    Raises:
-      UserError: see `resolve`.
+    The arguments and errors are those of `resolve`.
     """
     if target is not None and experiment.devices != target.devices():
         experiment = with_config(experiment, experiment.config, target.devices())
@@ -116,14 +108,14 @@ def resolve_and_compile(
 
 
 class Candidate(NamedTuple):
-    """An assignment that could be compiled, and what is thought of it."""
+    """An assignment that could be compiled, with its prediction."""
 
     prediction: Prediction
     solution: Solution
 
     @property
     def bytes(self) -> int:
-        """The bytes of a device that it is predicted to take."""
+        """The bytes of a device that the assignment is predicted to take."""
         return self.prediction.bytes(self.solution)
 
     @property
@@ -132,14 +124,7 @@ class Candidate(NamedTuple):
         return self.prediction.rank(self.solution)
 
     def is_of(self, one: CompiledSolution) -> bool:
-        """Whether it is what was compiled there.
-
-        Args:
-          one: a compiled assignment.
-
-        Returns:
-          Whether it is.
-        """
+        """Return whether this is the assignment that was compiled there."""
         outer = self.prediction.space.outer
         return one.outer == outer and one.solution.actions == self.solution.actions
 
@@ -153,7 +138,7 @@ def solve_budget(
 ) -> tuple[CompiledSolution, list[CompiledSolution]]:
     """Find the fastest settings that fit `memory.budget`.
 
-    What `memory.may` names may change as well as the activations. If the devices are those of a
+    What `memory.may` names may change as well as the activations. If the devices belong to a
     target, its rehearsal says how long compute waits for the host, and which of the compiled
     assignments is the fastest.
 
@@ -162,7 +147,7 @@ def solve_budget(
       platform: the platform that its steps are compiled for.
       hardware: the figures of its devices.
       say: gets a line before and after each compilation, and one for the answer.
-      target: the target that the devices are of; None = they are at hand.
+      target: the target that the devices belong to; None = they are at hand.
 
     Returns:
       The settings, and all that was compiled on the way to them.
@@ -216,17 +201,14 @@ def _next_candidate(
     tried: Sequence[CompiledSolution],
     best: CompiledSolution | None,
 ) -> Candidate | None:
-    """Choose what to compile next.
+    """Choose the candidate to compile next; None = nothing is left that is worth a compilation.
 
     Args:
-      predictions: what is thought of each search space.
-      smallest: that of the space which is thought to need the least.
+      predictions: the prediction for each search space.
+      smallest: the prediction for the space which is thought to need the least.
       budget: the bytes of a device that a step may take.
       tried: what has been compiled.
       best: the best of it that fits; None = nothing fits yet.
-
-    Returns:
-      The candidate; None = nothing is left that is worth a compilation.
     """
     # The first guess leaves a margin: a compilation that does not fit is lost.
     if tried:
@@ -253,8 +235,8 @@ def _next_candidate(
 def _fastest_candidate(
     predictions: Sequence[Prediction], rooms: Sequence[int], tried: Sequence[CompiledSolution]
 ) -> Candidate | None:
-    """The fastest candidate that has not been tried and is predicted to fit into the first of some
-    rooms that has any.
+    """Find the fastest untried candidate that is predicted to fit into the first of some rooms that
+    has any.
     """
     for room in rooms:
         found = _candidates(predictions, room)
@@ -265,8 +247,8 @@ def _fastest_candidate(
 
 
 def _candidates(predictions: Sequence[Prediction], room: int) -> Iterator[Candidate]:
-    """The fastest solution of each search space that is predicted to fit, both with and without
-    activations in host memory.
+    """Yield the fastest solution of each search space that is predicted to fit, both with and
+    without activations in host memory.
     """
     for prediction in predictions:
         for away in (False, True):
@@ -276,16 +258,13 @@ def _candidates(predictions: Sequence[Prediction], room: int) -> Iterator[Candid
 
 
 def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
-    """Read a budget such as `14GiB` in bytes; `auto` is the device's memory less a margin, on a GPU
-    what JAX's pool may take of it.
+    """Read a budget such as `14GiB` in bytes of one device; `auto` is the device's memory less a
+    margin, on a GPU what JAX's pool may take of it.
 
     Args:
       text: the `memory.budget` of a config.
       hardware: the figures of the devices.
-      device: one of them, which is asked where the figures lack its memory.
-
-    Returns:
-      The bytes of one device.
+      device: a device that is asked where the figures lack its memory.
 
     Raises:
       UserError: the text is not a size, or is `auto` for a device that does not say how much memory
@@ -306,7 +285,7 @@ def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
 
 
 def _is_slower(one: CompiledSolution, than: CompiledSolution) -> bool:
-    """Whether a step is slower than another by the rehearsal, if there is one."""
+    """Return whether a step is slower than another by the rehearsal, if there is one."""
     return (
         one.played is not None
         and than.played is not None
@@ -315,13 +294,8 @@ def _is_slower(one: CompiledSolution, than: CompiledSolution) -> bool:
 
 
 def reasons(candidate: Candidate) -> str:
-    """Explain a candidate: `offload block_input (2.10 GiB, hidden behind 41 ms of compute), up`.
-
-    Args:
-      candidate: the assignment and what is thought of it.
-
-    Returns:
-      The words of one line.
+    """Explain a candidate in one line: `offload block_input (2.10 GiB, hidden behind 41 ms of
+    compute), up`.
     """
     solution = candidate.solution
     space = candidate.prediction.space
@@ -373,7 +347,7 @@ def _rehearsal_text(one: CompiledSolution) -> str:
 def _too_small_message(
     budget: int, nearest: CompiledSolution, space: SearchSpace, config: Config
 ) -> str:
-    """The message that says what a plan takes at the least, and what would lower it."""
+    """Write the message on what a plan takes at the least, and what would lower it."""
     state = space.state
     kept = space.least.device
     parts = {
@@ -393,7 +367,7 @@ def _too_small_message(
 
 
 def _smaller_settings(space: SearchSpace, config: Config) -> list[str]:
-    """The settings with which a plan would take less."""
+    """List the settings with which a plan would take less."""
     may = config.memory.may
     wanted = []
     for name in ("optimizer", "parameters"):

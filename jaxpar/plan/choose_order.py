@@ -1,4 +1,4 @@
-"""`choose_order` imposes an order on a step by the means that XLA has, and keeps the fastest.
+"""The orders of a step that XLA's settings can bring about, of which the fastest is kept.
 
 XLA orders a program by its own estimates. The step is compiled with other settings of the scheduler
 (`jax_compat.ORDER_SETTINGS`), and where the compiler reads a profile, once more in each of them
@@ -38,12 +38,12 @@ class TriedOrder:
     experiment: Experiment
     program: jax.stages.Compiled
     seconds: float
-    """A step, as the rehearsal plays it."""
+    """The seconds of a step, as the rehearsal plays it."""
     exposed: float
-    """Of it, seconds in which compute waits for collectives."""
+    """The seconds in which compute waits for collectives."""
     fits: bool
     prices: str
-    """The profile of its own tasks."""
+    """The profile of the prices of its own tasks."""
     profile: str = ""
     """The profile that it was compiled with; empty = none."""
 
@@ -51,18 +51,17 @@ class TriedOrder:
 def choose_order(
     experiment: Experiment, target: Target, file: Path, say: Say = lambda line: None
 ) -> list[TriedOrder]:
-    """Try the orders that a target's compiler can be brought to.
+    """Try the orders that a target's compiler can be brought to, and list them.
 
     Args:
       experiment: a settled experiment on the target's devices.
-      target: the target.
       file: gets the profile if the fastest order has one. It must be there when the step is
         compiled again, and its name ends in `.pbtxt`.
       say: is called with a line for each order that was tried.
 
     Returns:
-      What was tried, the fastest that fits first. Its config has the options that bring it about,
-      for `train` as for a rehearsal.
+      The orders, the fastest that fits first. Its config has the options that bring it about, for
+      `train` and a rehearsal alike.
 
     Raises:
       UserError: the file has another ending, the target's compiler has no settings for this, or it
@@ -109,13 +108,8 @@ def _priced(
 
 
 def order_parts(tried: list[TriedOrder]) -> list[RenderableType]:
-    """What was tried as a table, the fastest first, and the words with which to train so.
-
-    Args:
-      tried: the result of `choose_order`.
-
-    Returns:
-      What a console prints.
+    """Make the table of the orders that `choose_order` tried, the fastest first, and the words with
+    which to train so.
     """
     best = tried[0]
     rows = [
@@ -139,7 +133,7 @@ def order_parts(tried: list[TriedOrder]) -> list[RenderableType]:
 def _attempt(
     experiment: Experiment, target: Target, name: str, options: Options, say: Say
 ) -> list[TriedOrder]:
-    """Try one order; none where the compiler refuses the step so."""
+    """Try one order; the list is empty where the compiler refuses the step so."""
     try:
         one = _try(experiment, target, name, options)
     except UserError as refused:
@@ -168,7 +162,7 @@ def _try(experiment: Experiment, target: Target, name: str, options: Options) ->
 
 
 def _with_options(experiment: Experiment, options: Options) -> Experiment:
-    """The experiment whose config has further options of the compiler, which win."""
+    """Return the experiment whose config has further options of the compiler, which win."""
     config = experiment.config
     kept = [word for word in config.compiler.options if word.partition("=")[0] not in options]
     compiler = replace(config.compiler, options=(*kept, *option_words(options)))

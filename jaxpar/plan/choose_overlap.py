@@ -1,4 +1,5 @@
-"""`overlap auto` tries each form of a block's collective matmuls and keeps the fastest.
+"""The choice of `overlap auto`: each form of a block's collective matmuls is tried, and the fastest
+kept.
 
 A few blocks, forward and backward, are compiled in one form after another. For a target that is not
 here their timeline counts, on the devices at hand their time. One site after another takes the form
@@ -22,6 +23,7 @@ from jaxpar.base.errors import Say
 from jaxpar.base.layout.plan import Overlap
 from jaxpar.models import Model, Params, in_parts
 from jaxpar.parallel.collectives import further_split
+from jaxpar.parallel.domino import Places
 from jaxpar.parallel.linear import GATHERED, STORED
 from jaxpar.parallel.linear.ring_matmul import ring_forms
 from jaxpar.parallel.zigzag import TOKENS
@@ -58,8 +60,7 @@ def choose_overlap(
       The experiment with that overlap; the one given where nothing was open.
 
     Raises:
-      UserError: the compiler refuses an option, or the mesh does not divide what a form
-        splits.
+      UserError: the compiler refuses an option, or the mesh does not divide what a form splits.
     """
     config = experiment.config
     if not config.overlap.is_open:
@@ -75,19 +76,17 @@ def choose_overlap(
 def time_forms(
     experiment: Experiment, target: Target | None, say: Say = lambda line: None
 ) -> dict[Overlap, float]:
-    """Try forms on the way to the best and return the seconds of a block, forward and backward, in
-    each of them.
+    """Try forms on the way to the best, and return the seconds of a block, forward and backward, in
+    each.
 
-    What is open in the config's overlap is tried. They come in the order of the trials; the first
-    is `xla` wherever it may be chosen.
+    What is open in the config's overlap is tried. The forms come in the order of the trials; the
+    first is `xla` wherever it may be chosen.
 
     Args:
       experiment: its plan is on the devices of the target, if there is one.
-      target: see `choose_overlap`.
+      target: the target whose compiler says how long a form takes; None = the devices are at hand,
+        and timed.
       say: is called with a line for each form that is tried.
-
-    Returns:
-      The seconds by overlap.
     """
     config = experiment.config
     plan = experiment.plan
@@ -125,9 +124,6 @@ def words(overlap: Overlap) -> str:
 
     Args:
       overlap: forms, none of which is `auto`.
-
-    Returns:
-      The line.
     """
     gather = overlap.gather
     scatter = overlap.scatter
@@ -147,16 +143,13 @@ def words(overlap: Overlap) -> str:
 
 
 def trial(experiment: Experiment, target: Target | None) -> float:
-    """The seconds of a block, forward and backward, in the plan's form: played for a target, or
-    timed on devices.
+    """Measure the seconds of a block, forward and backward, in the plan's form: played for a
+    target, or timed on devices.
 
     Args:
       experiment: its plan has the form.
       target: the target whose compiler says how long it takes; None = it is timed, on all
-        processes.
-
-    Returns:
-      The seconds; of devices at hand those that the first process measured.
+        processes, and the first one's seconds are returned.
     """
     sizes = experiment.config.model
     layers = min(LAYERS, sizes.layers)
@@ -176,8 +169,8 @@ def trial(experiment: Experiment, target: Target | None) -> float:
 
 
 def _blocks(model: Model, experiment: Experiment) -> tuple[jax.stages.Traced, BlockArguments]:
-    """The traced gradient of a stack of blocks, and its arguments' ShapeDtypeStructs: parameters,
-    x, positions, dx.
+    """Trace the gradient of a stack of blocks, and return it with its arguments' ShapeDtypeStructs:
+    parameters, x, positions, dx.
     """
     config = experiment.config
     plan = experiment.plan
@@ -213,7 +206,7 @@ def _blocks(model: Model, experiment: Experiment) -> tuple[jax.stages.Traced, Bl
     ) -> tuple[Params, jax.Array]:
         trained = model.trained({"blocks": params})["blocks"]
         _, pull = jax.vjp(
-            lambda part, x: model.blocks(params | part, x, positions_BS, None, plan)[0],
+            lambda part, x: model.blocks(params | part, x, Places(positions_BS), plan)[0],
             trained,
             x_BSD,
         )
@@ -232,7 +225,7 @@ def _blocks(model: Model, experiment: Experiment) -> tuple[jax.stages.Traced, Bl
 
 
 def _time(compiled: jax.stages.Compiled, arguments: BlockArguments) -> float:
-    """The median of the seconds that a call takes."""
+    """Time a call: the median of some, in seconds."""
 
     def ones(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.jit(lambda: jnp.ones(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()

@@ -1,4 +1,4 @@
-"""This module prices each way to treat an activation and finds the fastest assignment within some
+"""This module prices each way to treat an activation, and finds the fastest assignment within some
 bytes.
 
 The choices are few and their costs are independent: every named activation is needed by some
@@ -33,7 +33,7 @@ from jaxpar.train.activations import Activation, activations
 from jaxpar.train.experiment import Experiment
 
 _UNKNOWN = Hardware(peak_flops=PeakFlops(1e12, 1e12), hbm_bandwidth=1e11, host_link_bandwidth=1e10)
-"""Figures for a device that has none, such as a CPU. They are no particular device's; a matmul
+"""The figures of a device that has none, such as a CPU. They are no particular device's; a matmul
 outweighs a copy.
 """
 EFFICIENCY = 0.6
@@ -45,8 +45,8 @@ _PASSES = 3  # of an elementwise op over its array: it reads two and writes one
 
 
 class Option(NamedTuple):
-    """One way to treat an activation: on one device in one step, its bytes that are on the device
-    at a time, those that go to host memory and come back, and the seconds of making it again."""
+    """A way to treat an activation: on one device in one step, the bytes that are on the device at
+    a time, the bytes that go to host memory and come back, and the seconds of making it again."""
 
     action: Action
     device: int
@@ -61,11 +61,7 @@ class Item(NamedTuple):
     options: tuple[Option, ...]
 
     def without_offload(self) -> Item:
-        """The same activations without the choice of host memory.
-
-        Returns:
-          The item.
-        """
+        """Return these activations without the choice of host memory."""
         kept = [option for option in self.options if option.action != "offload"]
         return Item(self.names, tuple(kept))
 
@@ -81,17 +77,12 @@ class ActionCosts(NamedTuple):
     """The share of the activations' transfers that compute waits for at the least."""
 
     def seconds(self, host: int, again: float, moved: float = 0.0) -> float:
-        """The time of a step that sends these bytes of activations to the host and back, makes
-        others again in `again` seconds, and has `moved` seconds of other transfers, which nothing
-        hides.
+        """Compute the seconds of a step.
 
         Args:
-          host: the bytes of activations that go to host memory.
-          again: the seconds of making others again.
-          moved: the seconds of other transfers.
-
-        Returns:
-          The seconds.
+          host: the bytes of activations that go to host memory and back.
+          again: the seconds of making other activations again.
+          moved: the seconds of other transfers, which nothing hides.
         """
         each = host / self.link if host else 0.0
         too_long = max(each - self.forward, 0.0) + max(each - self.backward - again, 0.0)
@@ -109,14 +100,7 @@ class Solution(NamedTuple):
     actions: tuple[Action, ...]
 
     def with_option(self, option: Option) -> Solution:
-        """This assignment with the next item treated so.
-
-        Args:
-          option: how the next item is treated.
-
-        Returns:
-          The longer assignment.
-        """
+        """Return this assignment with an option for the next item."""
         return Solution(
             self.device + option.device,
             self.host + option.host,
@@ -125,25 +109,18 @@ class Solution(NamedTuple):
         )
 
     def sends_and_makes_no_more_than(self, other: Solution) -> bool:
-        """Whether it is as good as another, or better, in host bytes and in seconds.
-
-        Args:
-          other: an assignment of the same items.
-
-        Returns:
-          Whether it is.
+        """Return whether this assignment is as good as another of the same items, or better, in
+        host bytes and in seconds.
         """
         return self.host <= other.host and self.again <= other.again
 
 
 def frontier(items: Sequence[Item]) -> list[Solution]:
-    """Every assignment that no other beats in device bytes, host bytes and seconds together.
+    """List every assignment that no other beats in device bytes, host bytes and seconds together,
+    in order of device bytes.
 
     Args:
       items: the activations with their choices; an assignment has an action for each, in order.
-
-    Returns:
-      The assignments, in order of device bytes.
     """
     unbeaten = [Solution(0, 0, 0.0, ())]
     for item in items:
@@ -153,7 +130,7 @@ def frontier(items: Sequence[Item]) -> list[Solution]:
 
 
 def _unbeaten(solutions: list[Solution]) -> list[Solution]:
-    """The solutions that no other beats, in order of device bytes."""
+    """Keep the solutions that no other beats, in order of device bytes."""
     unbeaten = []
     # In this order only earlier ones can beat the next, and of those it is enough to look at the
     # ones that lead in host bytes and seconds.
@@ -168,16 +145,12 @@ def _unbeaten(solutions: list[Solution]) -> list[Solution]:
 
 
 def solve(items: Sequence[Item], costs: ActionCosts, room: int) -> Solution | None:
-    """The fastest assignment that takes at most `room` bytes of the device, or None if there is
-    none.
+    """Find the fastest assignment that takes at most `room` bytes of the device, or None; of
+    several as fast, the one that sends the fewest bytes to the host.
 
     Args:
       items: the activations with their choices.
       costs: what the seconds of an assignment consist of.
-      room: bytes of one device.
-
-    Returns:
-      The assignment; of several as fast that which sends the fewest bytes to the host.
     """
     fits = [one for one in frontier(items) if one.device <= room]
     return min(
@@ -192,15 +165,11 @@ def solve(items: Sequence[Item], costs: ActionCosts, room: int) -> Solution | No
 
 
 def items_of(experiment: Experiment, hardware: Hardware, offload: bool) -> list[Item]:
-    """List the named activations of a model under a plan, with the cost of each choice.
+    """List the named activations of a model under a plan, with the cost of each choice; none for a
+    whole model of one's own.
 
     Args:
-      experiment: the experiment.
-      hardware: the figures of its devices.
       offload: whether host memory may be used.
-
-    Returns:
-      The items; none for a whole model of one's own.
     """
     config = experiment.config
     plan = experiment.plan
@@ -263,8 +232,8 @@ _MADE_BY = {
 
 
 def _seconds_to_make(one: Activation, experiment: Experiment, hardware: Hardware) -> float:
-    """The seconds to make an activation of one block: its matmul or its pass over memory, whichever
-    is longer.
+    """Compute the seconds to make an activation of one block: its matmul or its pass over memory,
+    whichever is longer.
     """
     if one.name == "attention_out":
         flops = _attention_flops(experiment)
@@ -275,7 +244,7 @@ def _seconds_to_make(one: Activation, experiment: Experiment, hardware: Hardware
 
 
 def _matmul_flops(one: Activation, experiment: Experiment) -> float:
-    """The FLOPs of the matmul that makes an activation, on one device; 0 where none does.
+    """Count the FLOPs of the matmul that makes an activation, on one device; 0 where none does.
 
     Where a block of one's own has no weight of the name that is known here, the matmul is taken to
     be one from the residual stream.
@@ -310,7 +279,7 @@ def _matmul_flops(one: Activation, experiment: Experiment) -> float:
 
 
 def _attention_flops(experiment: Experiment) -> float:
-    """The FLOPs of one block's scores and weighted values, on one device."""
+    """Count the FLOPs of one block's scores and weighted values, on one device."""
     plan = experiment.plan
     model = experiment.config.model
     S = experiment.config.data.seq_len
@@ -322,15 +291,11 @@ def _attention_flops(experiment: Experiment) -> float:
 
 
 def costs_of(experiment: Experiment, hardware: Hardware) -> ActionCosts:
-    """The costs of a step that makes nothing again: 2 of 6 parts of its model FLOPs are forward,
-    with LoRA 2 of 4.
+    """Compute the costs of a step that makes nothing again: 2 of 6 parts of its model FLOPs are
+    forward, with LoRA 2 of 4.
 
     Args:
-      experiment: the experiment.
       hardware: the figures of its devices; what they lack is guessed.
-
-    Returns:
-      The costs.
     """
     config = experiment.config
     plan = experiment.plan
@@ -343,16 +308,9 @@ def costs_of(experiment: Experiment, hardware: Hardware) -> ActionCosts:
 
 
 def other_seconds(experiment: Experiment, hardware: Hardware) -> float:
-    """The seconds that accumulation and the form of the loss add to a step: what is sent, as if
-    nothing hid it, and the loss's chunks, or its scores made twice (see
-    `jaxpar.parallel.cross_entropy.tiling`).
-
-    Args:
-      experiment: the experiment.
-      hardware: the figures of its devices.
-
-    Returns:
-      The seconds.
+    """Compute the seconds that accumulation and the form of the loss add to a step: what is sent,
+    as if nothing hid it, and the loss's chunks, or its scores made twice
+    (`jaxpar.parallel.cross_entropy.tiling`).
     """
     config = experiment.config
     plan = experiment.plan
@@ -383,11 +341,11 @@ def other_seconds(experiment: Experiment, hardware: Hardware) -> float:
 
 
 def _link_rate(hardware: Hardware) -> float:
-    """The rate of a device's links in bytes/s; 0 = not known."""
+    """Return the rate of a device's links in bytes/s; 0 = not known."""
     return hardware.ici.axis_bandwidth or hardware.dcn_bandwidth
 
 
 def _flops_rate(hardware: Hardware, plan: Plan) -> float:
-    """The rate of a device's matmuls in FLOP/s."""
+    """Return the rate of a device's matmuls in FLOP/s."""
     known = getattr(hardware.peak_flops, plan.compute) or hardware.peak_flops.bfloat16
     return EFFICIENCY * (known or _UNKNOWN.peak_flops.float32)

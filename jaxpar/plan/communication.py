@@ -1,5 +1,4 @@
-"""Lists what a plan sends in a training step: the traced collectives, each with its place in the
-model.
+"""The collectives that a plan sends in a training step, traced, each with its place in the model.
 
 Nothing is compiled and no array is made. The collectives are those that the ops of this library
 write down (`jaxpar.rehearse.requested_collectives`). What XLA adds by itself for norms, biases and
@@ -37,7 +36,6 @@ class StepCollective:
       scope: the place in the model, as `jax.named_scope` has it: `block/attention`.
       phase: `forward`, `recomputed`, `backward` or `update`. What the recomputed forward and the
         backward both need is sent once, and counts for the first of them.
-      kind: the kind of collective.
       axes: its mesh axes of more than one device, in the order of the mesh.
       devices: the number of devices along these axes.
       bytes: the bytes of one group's whole array, as in `hlo.program.tasks.Collective.bytes`, or of
@@ -66,7 +64,7 @@ class StepCollective:
 
 @lru_cache(maxsize=64)
 def step_collectives(experiment: Experiment) -> tuple[StepCollective, ...]:
-    """List every collective of one training step in the order of the step.
+    """List every collective of one training step in the order of the step; none on one device.
 
     In a pipeline all stages run all ticks, so what is sent for a layer is sent in the bubble as
     well. The lookup and the loss run in some ticks only; where they stand in a branch, every round
@@ -74,9 +72,6 @@ def step_collectives(experiment: Experiment) -> tuple[StepCollective, ...]:
 
     Args:
       experiment: an experiment whose overlap is settled. Its devices need not be here.
-
-    Returns:
-      The collectives; none on one device.
     """
     plan = experiment.plan
     if plan.mesh.size == 1:
@@ -91,14 +86,7 @@ def step_collectives(experiment: Experiment) -> tuple[StepCollective, ...]:
 def bytes_by_collective(
     collectives: Iterable[StepCollective],
 ) -> dict[tuple[CollectiveKind, tuple[str, ...]], float]:
-    """Add up the bytes that one device sends in a step, by kind of collective and mesh axes.
-
-    Args:
-      collectives: those of a step.
-
-    Returns:
-      The bytes by (kind, mesh axes).
-    """
+    """Add up the bytes that one device sends in a step, by kind of collective and mesh axes."""
     total = defaultdict[tuple[CollectiveKind, tuple[str, ...]], float](float)
     for one in collectives:
         total[one.kind, one.axes] += one.step_bytes
@@ -106,17 +94,14 @@ def bytes_by_collective(
 
 
 def recompute_bytes(experiment: Experiment) -> Mapping[str, float]:
-    """The bytes that one device sends to make each activation of `activation_names.NAMES` again in
-    one block.
+    """Count the bytes that one device sends to make each activation of `activation_names.NAMES`
+    again in one block, by name.
 
     They are what the gradient of a block sends more when that activation alone is not kept. What
     the plan keeps does not matter.
 
     Args:
       experiment: an experiment whose overlap is settled.
-
-    Returns:
-      The bytes by the name of the activation.
     """
     return _recompute_bytes(one_block(experiment))
 
@@ -130,8 +115,8 @@ def _recompute_bytes(block: OneBlock) -> Mapping[str, float]:
     def gradient(
         layer: Params, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None
     ) -> tuple[Params, jax.Array]:
-        """The gradient of a block that keeps only its input; of the forward it has only what the
-        backward needs.
+        """Compute the gradient of a block that keeps only its input; of the forward it has only
+        what the backward needs.
         """
 
         def forward(layer: Params, x_BSD: jax.Array) -> tuple[jax.Array, ...]:

@@ -1,4 +1,4 @@
-"""How settings compose: each alone, all pairs, and the best combination that was found.
+"""The composition of settings: each alone, all pairs, and the best combination that was found.
 
 A pair is held against its parts. Speeds multiply and bytes, seconds and losses add up, where two
 settings have nothing to do with each other; what differs from that is what they do to one another.
@@ -19,22 +19,24 @@ from jaxpar.plan.rehearsal_cache import Figures, Point
 from jaxpar.plan.settings import NoEffect, Setting, apply_settings
 
 MOST_SUBSETS = 32
-"""Up to so many combinations of three and more settings are all rehearsed."""
+"""The most combinations of three and more settings that are all rehearsed."""
 BREADTH = 3
-"""How many settings are tried on top of a combination, those that the pairs speak for most."""
+"""The number of settings that are tried on top of a combination: those that the pairs speak for
+most.
+"""
 ALIKE = 0.01
-"""A pair whose speed is within 1 % of its parts' product adds up. A rehearsal repeats exactly, so
-this is no noise: it is what is too little to matter.
+"""The share within which a pair's speed equals its parts' product, so that it adds up. A rehearsal
+repeats exactly, so this is no noise: it is what is too little to matter.
 """
 ADD_UP = "add up"
-"""The verdict on such a pair."""
+"""The verdict on a pair that adds up."""
 
 Measure = Callable[[Config], Figures]
 Loss = Callable[[Config], float]
 
 
 class Gain(NamedTuple):
-    """What two settings gain together, and what their gains apart come to.
+    """The gain of two settings together, beside the sum of their gains apart.
 
     Speeds are shares of the base's (1.2 = a fifth more tokens a second), and multiply. The others
     are differences to the base, and are added up: bytes, seconds, and nats a token. None = not
@@ -53,7 +55,7 @@ class Gain(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """`add up`, `gain more together`, `cancel` in part; empty = not known."""
+        """The verdict: `add up`, `gain more together`, `cancel` in part; empty = not known."""
         if self.speed is None or self.speed_of_parts is None:
             return ""
         share = self.speed / self.speed_of_parts
@@ -64,15 +66,15 @@ class Gain(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """Everything that was rehearsed of some settings.
+    """The rehearsals of some settings.
 
     Attributes:
       base: the config as it is.
       alone: the base with each setting.
-      pairs: the base with every two of them.
+      pairs: the base with every two settings.
       larger: combinations of three and more that the search tried.
-      best: the fastest of all that fits (and, where there is a limit, whose loss is within it);
-        None = nothing fits.
+      best: the fastest point that fits (and, where there is a limit, whose loss is within it); None
+        = nothing fits.
       search: how it was looked for, in a sentence.
     """
 
@@ -89,15 +91,15 @@ class Study:
         return (self.base, *self.alone, *self.pairs, *self.larger)
 
     def speed(self, point: Point) -> float | None:
-        """The tokens a second of a point as a share of the base's; 1 where it changes nothing, None
-        where it is not known.
+        """Return the tokens a second of a point as a share of the base's; 1 where it changes
+        nothing, None where it is not known.
         """
         if point.figures is None or self.base.figures is None:
             return 1.0 if point.idle else None
         return point.figures.tokens_per_second / self.base.figures.tokens_per_second
 
     def gains(self) -> list[Gain]:
-        """Every pair beside its parts."""
+        """Compare every pair with its parts."""
         alone = {point.settings[0]: point for point in self.alone}
         return [self._gain(pair, [alone[name] for name in pair.settings]) for pair in self.pairs]
 
@@ -121,7 +123,7 @@ class Study:
         )
 
     def _more(self, point: Point, name: str) -> float | None:
-        """By how much a figure is above the base's."""
+        """Return by how much a figure is above the base's."""
         if point.figures is None or self.base.figures is None:
             return 0 if point.idle else None
         return getattr(point.figures, name) - getattr(self.base.figures, name)
@@ -133,7 +135,7 @@ class Study:
 
 
 def _combine(parts: Sequence[float | None], by: Callable[[Sequence[float]], float]) -> float | None:
-    """The sum or product of what is known of all parts."""
+    """Add or multiply what is known of all parts; None where a part is not known."""
     known = [part for part in parts if part is not None]
     return by(known) if len(known) == len(parts) else None
 
@@ -150,15 +152,10 @@ def compose(
     combinations on the way to the fastest that fits.
 
     Args:
-      base: the config.
-      settings: the settings by name.
       measure: rehearses a config; it may raise a UserError.
       loss: trains a config and returns its loss in nats a token; None = nothing is trained.
       loss_within: by how many nats a token the loss of the best may be above the base's.
       say: is called with a line for each point.
-
-    Returns:
-      The study.
 
     Raises:
       UserError: the base itself is refused.
@@ -189,7 +186,7 @@ def compose(
 
 
 class _Run:
-    """Measures points one by one, each once, and says how each came out."""
+    """A run that measures points one by one, each once, and says how each came out."""
 
     def __init__(
         self,
@@ -208,7 +205,7 @@ class _Run:
         self._known: dict[frozenset[str], Point] = {}
 
     def point(self, names: Sequence[str]) -> Point:
-        """The point of some settings."""
+        """Measure the point of some settings, once."""
         key = frozenset(names)
         if key not in self._known:
             point = self._measured(tuple(names))
@@ -235,14 +232,7 @@ class _Run:
 
 
 def point_line(point: Point) -> str:
-    """Write a point in one line: what a step takes, or why there is none.
-
-    Args:
-      point: the point.
-
-    Returns:
-      The line.
-    """
+    """Write a point in one line: what a step takes, or why there is none."""
     figures = point.figures
     if figures is None:
         return f"{point.name}: {point.why_not}"
@@ -262,13 +252,13 @@ def point_line(point: Point) -> str:
 
 
 def _limit(base: Point, within: float) -> float:
-    """The highest loss that the best may have."""
+    """Return the highest loss that the best may have."""
     return math.inf if base.loss is None else base.loss + within
 
 
 def _fastest(points: Sequence[Point], limit: float) -> Point | None:
-    """The point with the most tokens a second of those that fit, and whose loss is known to be at
-    most the limit where there is one.
+    """Find the point with the most tokens a second that fits, and whose loss is known to be at most
+    the limit where there is one.
     """
     right = [
         point
@@ -284,7 +274,7 @@ def _rate(point: Point) -> float:
 
 
 def _all_larger(run: _Run, settings: Mapping[str, Setting]) -> tuple[Point, ...]:
-    """Every combination of three and more settings."""
+    """Measure every combination of three and more settings."""
     return tuple(
         run.point(names)
         for count in range(3, len(settings) + 1)
@@ -293,7 +283,7 @@ def _all_larger(run: _Run, settings: Mapping[str, Setting]) -> tuple[Point, ...]
 
 
 def _greedy(run: _Run, study: Study, within: float) -> tuple[Point, ...]:
-    """The combinations that are tried on the way up from the best pair or single setting."""
+    """Measure the combinations on the way up from the best pair or single setting."""
     limit = _limit(study.base, within)
     best = _fastest(study.points, limit)
     tried = list[Point]()
@@ -315,8 +305,8 @@ def _greedy(run: _Run, study: Study, within: float) -> tuple[Point, ...]:
 
 
 class _Expected:
-    """What the single settings and the pairs let one expect of a larger combination: the product of
-    the parts' speeds, and of what each pair has beside the product of its own.
+    """The speed that single settings and pairs let one expect of a larger combination: the product
+    of the settings' speeds, times each pair's speed over its parts' product.
     """
 
     def __init__(self, study: Study):
@@ -325,7 +315,7 @@ class _Expected:
         self._idle_pairs = {frozenset(pair.settings) for pair in study.pairs if pair.idle}
 
     def log_speed(self, names: Sequence[str]) -> float | None:
-        """The logarithm of the expected speed; None = a part of it was refused, or changes
+        """Return the logarithm of the expected speed; None = a part of it was refused, or changes
         nothing.
         """
         total = 0.0

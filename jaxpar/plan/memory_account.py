@@ -1,4 +1,4 @@
-"""The bytes of a training step are predicted part by part from shapes, to stand beside what the
+"""A prediction of the bytes of a training step, part by part, from shapes, to stand beside what the
 compiler says.
 """
 
@@ -31,7 +31,8 @@ class MemoryPart(NamedTuple):
 
 
 def memory_account(experiment: Experiment, platform: str) -> list[MemoryPart]:
-    """Predict the parts of a step from shapes alone; the last is a guess.
+    """Predict the parts of a step from shapes alone, in bytes of one device; the last part is a
+    guess.
 
     What a block works with, the loss and the update do not exist at once, so that the largest
     counts. On the platform `cpu` host memory is the device's own.
@@ -39,9 +40,6 @@ def memory_account(experiment: Experiment, platform: str) -> list[MemoryPart]:
     Args:
       experiment: the experiment. Its devices need not be here.
       platform: the platform that it runs on: `cpu`, `cuda` or `tpu`.
-
-    Returns:
-      The parts, in bytes of one device.
     """
     plan = experiment.plan
     state = state_bytes(experiment, platform)
@@ -83,7 +81,7 @@ def memory_account(experiment: Experiment, platform: str) -> list[MemoryPart]:
 
 
 def _of_teacher(experiment: Experiment) -> list[MemoryPart]:
-    """The parameters of a teacher that runs beside, where there is one."""
+    """List the parameters of a teacher that runs beside, where there is one."""
     size = teacher_bytes(experiment)
     if not size:
         return []
@@ -91,19 +89,13 @@ def _of_teacher(experiment: Experiment) -> list[MemoryPart]:
 
 
 def work_bytes(experiment: Experiment) -> int:
-    """Guess the bytes that a block's backward or the loss works with, whichever is more; the
-    compiler corrects it.
+    """Guess the bytes of one device that a block's backward or the loss works with, whichever is
+    more; the compiler corrects it. 0 for a whole model of one's own, which is not taken apart.
 
     A block has a gradient of everything that has a name, those named arrays that are not on the
     device, and its weights where they are gathered. The loss has scores of some tokens in float32
     and in the compute dtype, and the gathered vocabulary matrix with its gradient. The lookup has
     the gathered table with its gradient.
-
-    Args:
-      experiment: the experiment.
-
-    Returns:
-      The bytes of one device; 0 for a whole model of one's own, which is not taken apart.
     """
     plan = experiment.plan
     if not experiment.model.has_blocks:
@@ -141,13 +133,10 @@ class LossCut(NamedTuple):
 
 
 def loss_cut(experiment: Experiment) -> LossCut:
-    """Return how the loss divides a microbatch under a plan.
+    """Compute how the loss divides a microbatch under a plan, in the sizes of one device's part.
 
     Args:
       experiment: the experiment, whose model has blocks.
-
-    Returns:
-      The sizes of one device's part.
     """
     plan = experiment.plan
     # An embedding of one's own need not have a table from which they could be read.
@@ -168,17 +157,13 @@ def out_of_memory(
     experiment: Experiment,
     has: int,
 ) -> str:
-    """Tell the user in one line of a step that does not fit: the runtime's message, the step's
-    `memory_account`, and the bytes that a device has (0 = not known).
+    """Tell the user in one line of a step that does not fit.
 
     Args:
       message: what the runtime said.
       parts: what `memory_account` predicted.
       experiment: the experiment that does not fit.
       has: the bytes that a device has; 0 = not known.
-
-    Returns:
-      The line.
     """
     config = experiment.config
     if has:

@@ -1,5 +1,5 @@
-"""A memory budget is solved by a search over assignments of activations, under each choice of what
-else may change.
+"""The search that solves a memory budget: over assignments of activations, under each choice of
+what else may change.
 
 Bytes of activations and state are known from shapes alone; the rest (what a block works with, the
 loss) is guessed, and corrected by what the compiler says of an assignment.
@@ -50,11 +50,11 @@ class Outer(NamedTuple):
     parameters: bool = False
     accumulation: int = 1
     loss_mib: int = 0
-    """The `memory.loss_mib`; 0 = the config's."""
+    """The value of `memory.loss_mib`; 0 = the config's."""
 
     @property
     def streamed(self) -> list[str]:
-        """What of the state lies in host memory: `optimizer`, `parameters`."""
+        """The parts of the state that lie in host memory: `optimizer`, `parameters`."""
         names = []
         if self.optimizer:
             names.append("optimizer")
@@ -63,14 +63,7 @@ class Outer(NamedTuple):
         return names
 
     def apply(self, config: Config) -> Config:
-        """The config with these choices.
-
-        Args:
-          config: the config that they are choices for.
-
-        Returns:
-          The changed config.
-        """
+        """Return the config with these choices."""
         optimizer = config.memory.optimizer  # "host" stays what it is
         if self.optimizer and optimizer == "device":
             optimizer = "offload"
@@ -90,17 +83,16 @@ class SearchSpace:
     from shapes alone.
 
     Attributes:
-      outer: that choice.
+      outer: the choice of everything else.
       experiment: the experiment under it, which recomputes everything.
       platform: the platform that it is compiled for.
-      hardware: the figures of its devices.
       items: the activations, each with the ways to treat it.
       costs: what the seconds of an assignment consist of.
       state: the bytes of the training state.
       work: a guess of the bytes that a block or the loss works with.
       least: the assignment of the fewest bytes on the device, of several the fastest.
-      away: another of as few, with the most in host memory: a block that makes less again works
-        with less.
+      away: an assignment of as few bytes, with the most in host memory: a block that makes less
+        again works with less.
     """
 
     outer: Outer
@@ -126,18 +118,11 @@ class SearchSpace:
 
     @cached_property
     def fixed_seconds(self) -> float:
-        """The seconds that every assignment takes in addition, the same for all."""
+        """The seconds that every assignment takes in addition."""
         return self.moved + other_seconds(self.experiment, self.hardware)
 
     def assign(self, solution: Solution) -> Config:
-        """Return the config with the actions of a solution for its activations.
-
-        Args:
-          solution: an action for each item of this space.
-
-        Returns:
-          The config with its `memory.keep`.
-        """
+        """Return the config whose `memory.keep` has the actions of a solution of this space."""
         pairs = zip(self.items, solution.actions, strict=True)
         keep: dict[str, Action] = {name: action for item, action in pairs for name in item.names}
         return replace(
@@ -152,13 +137,8 @@ def search_space(
     """Make the search space of one choice of everything but activations.
 
     Args:
-      experiment: what the budget is for.
       outer: the choice of everything else.
       platform: the platform that it is compiled for.
-      hardware: the figures of its devices.
-
-    Returns:
-      The search space.
 
     Raises:
       UserError: the experiment cannot be made with that choice.
@@ -187,11 +167,10 @@ def search_space(
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """What is thought of the assignments of a search space, as far as compilations have corrected
-    it (see `corrected`).
+    """The prediction for the assignments of a search space, as far as compilations have corrected
+    it (`corrected`).
 
     Attributes:
-      space: the search space.
       costs: its costs, with the exposed share of transfers that was last seen.
       work: the bytes that a block or the loss works with.
       update: the bytes that the update works with.
@@ -205,14 +184,11 @@ class Prediction:
     compiled: bool = False
 
     def solve(self, budget: int, away: bool = True) -> Solution | None:
-        """The fastest assignment that is predicted to fit.
+        """Find the fastest assignment that is predicted to fit; None = there is none.
 
         Args:
           budget: the bytes that one device may take.
           away: whether activations may lie in host memory.
-
-        Returns:
-          The assignment; None = none is predicted to fit.
         """
         state = self.space.state.device
         if state + self.update > budget:
@@ -223,36 +199,18 @@ class Prediction:
         return solve(items, self.costs, budget - state - self.work)
 
     def bytes(self, solution: Solution) -> int:
-        """The bytes of a device in the backward, or in the update, when no activations are left,
-        whichever is more.
-
-        Args:
-          solution: an assignment of this space.
-
-        Returns:
-          The predicted bytes.
+        """Predict the bytes of a device in the backward, or in the update, when no activations are
+        left, whichever is more.
         """
         return self.space.state.device + max(solution.device + self.work, self.update)
 
     def seconds(self, solution: Solution) -> float:
-        """The seconds of a step.
-
-        Args:
-          solution: an assignment of this space.
-
-        Returns:
-          The predicted seconds, with those that all assignments take.
-        """
+        """Predict the seconds of a step, with those that all assignments take."""
         return self.costs.seconds(solution.host, solution.again, self.space.fixed_seconds)
 
     def rank(self, solution: Solution) -> float:
-        """The seconds by which assignments are compared.
-
-        Args:
-          solution: an assignment of this space.
-
-        Returns:
-          The predicted seconds, which are raised where host memory is used.
+        """Return the seconds by which assignments are compared, which are raised where host memory
+        is used.
         """
         if solution.host or self.space.outer.streamed:
             return self.seconds(solution) * _AWAY
@@ -263,11 +221,10 @@ class CompiledSolution(NamedTuple):
     """A compiled assignment.
 
     Attributes:
-      experiment: the experiment with it.
+      experiment: the experiment with the assignment.
       outer: the choice of everything else.
-      solution: the assignment.
       predicted: the bytes of a device that were predicted.
-      compiled: those that the compiler says.
+      compiled: the bytes of a device that the compiler says.
       moved: the seconds of streaming state, which nothing hides.
       played: the step in the rehearsal; None = not played, because the devices are at hand.
       program: the compiled step; None = the compiler refused it.
@@ -292,16 +249,11 @@ def first_predictions(
     """Predict from shapes alone, for each choice besides activations into which the batch splits.
 
     Args:
-      experiment: what the budget is for.
-      platform: the platform that it is compiled for.
-      hardware: the figures of its devices.
+      platform: the platform that the experiment is compiled for.
       say: gets a line where nothing may be offloaded.
 
-    Returns:
-      A prediction for each choice.
-
     Raises:
-      UserError: the experiment cannot be made where it keeps nothing (see `with_config`).
+      UserError: the experiment cannot be made where it keeps nothing (`with_config`).
     """
     config = experiment.config
     spaces = []
@@ -330,12 +282,7 @@ def compile_solution(
     """Compile an assignment, and for a target play it out.
 
     Args:
-      prediction: what is thought of the search space.
-      solution: an assignment of it.
       target: the target to play it out for; None = the devices are at hand.
-
-    Returns:
-      The compiled assignment, with what was predicted of it.
 
     Raises:
       UserError: the compiler refuses the step for another reason than its memory.
@@ -360,17 +307,11 @@ def compile_solution(
 
 
 def corrected(prediction: Prediction, one: CompiledSolution) -> Prediction:
-    """Return a prediction as a compiled assignment corrects it.
+    """Return a prediction as a compiled assignment, of its own or another space, corrects it.
 
-    The exposed share of transfers is what its rehearsal shows. Its own space has the bytes that the
-    compiler says; others are taken to be as far off as it was, until they have been compiled.
-
-    Args:
-      prediction: what is thought of a search space.
-      one: a compiled assignment, of this or another space.
-
-    Returns:
-      The prediction from now on.
+    The exposed share of transfers is what the assignment's rehearsal shows. Its own space has the
+    bytes that the compiler says; others are taken to be as far off as it was, until they have been
+    compiled.
     """
     costs = prediction.costs._replace(exposed=_exposed_share(one, prediction.costs))
     if one.outer == prediction.space.outer:
@@ -425,7 +366,7 @@ def compiled_bytes(
 
 
 def _exposed_share(one: CompiledSolution, costs: ActionCosts) -> float:
-    """The share of the activations' transfers that compute waits for, as this assignment's
+    """Return the share of the activations' transfers that compute waits for, as the assignment's
     rehearsal shows.
     """
     if one.played is None or not one.solution.host:
@@ -440,8 +381,8 @@ def _exposed_share(one: CompiledSolution, costs: ActionCosts) -> float:
 def _may_offload(
     device: jax.Device, platform: str, anyway: bool, say: Say = lambda line: None
 ) -> bool:
-    """Whether host memory may be used: it must not be the device's own memory, nor known to give
-    wrong results.
+    """Return whether host memory may be used: it must not be the device's own memory, nor known to
+    give wrong results.
     """
     if platform == "cpu":
         return False
@@ -454,7 +395,9 @@ def _may_offload(
 
 
 def _outers(experiment: Experiment, platform: str, say: Say) -> list[Outer]:
-    """The choices besides activations; what the config already offloads stays in host memory."""
+    """List the choices besides activations; what the config already offloads stays in host
+    memory.
+    """
     config = experiment.config
     memory = config.memory
     # An optimizer that is not updated layer by layer keeps all on the device.

@@ -1,5 +1,4 @@
-"""The rehearsal of one config among many: the few figures by which they are compared, remembered in
-a folder.
+"""A cache of rehearsals: the few figures by which configs are compared, remembered in a folder.
 
 A file is named by the digest of all that a rehearsal depends on: the config, the target, the
 versions of the compilers and the library's own source. So the same command goes on where it broke
@@ -33,18 +32,17 @@ _PACKAGES = ("jaxpar", "jaxpar.models", "jaxpar.meshes")
 
 @dataclass(frozen=True)
 class Figures:
-    """What a rehearsal says of a step on one device, in seconds and bytes.
+    """The figures of a rehearsed step on one device, in seconds and bytes.
 
     Attributes:
-      step: the whole step.
-      tokens_per_second: of all devices together.
+      step: the seconds of the whole step.
+      tokens_per_second: the rate of all devices together.
       exposed: the time in which compute waits for a collective.
-      host_stall: the time in which it waits for a copy to or from host memory.
+      host_stall: the time in which compute waits for a copy to or from host memory.
       mfu: model FLOPs over peak, a share of 1; None = the peak is not known.
       memory: the bytes of a device at the peak.
       usable: the bytes that a program may take there.
-      fits: whether the step fits.
-      compile_seconds: how long the compiler took.
+      compile_seconds: the time that the compiler took.
     """
 
     step: float
@@ -77,14 +75,15 @@ class Figures:
 
 @dataclass(frozen=True)
 class Point:
-    """One config of several that are compared.
+    """A config among several that are compared.
 
     Attributes:
       settings: the names of what was put into the base; empty = the base itself.
-      figures: what its rehearsal says; None = there is none, and `refused` or `idle` says why.
+      figures: the figures of its rehearsal; None = there are none, and `refused` or `idle` says
+        why.
       loss: its loss after some steps, in nats a token; None = it was not trained.
-      refused: why it was not rehearsed.
-      idle: why it is the same as without one of its settings.
+      refused: the reason why it was not rehearsed.
+      idle: the reason why one of its settings changes nothing.
     """
 
     settings: tuple[str, ...]
@@ -105,7 +104,7 @@ class Point:
 
     @property
     def why_not(self) -> str:
-        """Why there are no figures, or why they do not count; empty = they do."""
+        """The reason why there are no figures, or why they do not count; empty = they do."""
         if self.figures is not None and not self.figures.fits:
             return "does not fit the memory of a device"
         return self.refused or self.idle
@@ -120,17 +119,13 @@ def rehearse_point(
     """Rehearse a config, or read what was remembered of it.
 
     Args:
-      config: every setting; `overlap = auto` and a memory budget are settled first.
-      target: the system.
-      folder: where rehearsals are remembered. It is made if it is absent.
+      config: the config; `overlap = auto` and a memory budget are settled first.
+      folder: the folder in which rehearsals are remembered. It is made if it is absent.
       say: is called with the lines of a search for overlap or a budget.
-
-    Returns:
-      The figures.
 
     Raises:
       DoesNotFit: the compiler refuses the step for its memory, which is remembered too.
-      UserError: as of `jaxpar.rehearse.config`.
+      UserError: `jaxpar.rehearse.config` refuses the config.
     """
     file = folder / f"{digest_of(config, target.name)}.json"
     if file.exists():
@@ -156,15 +151,12 @@ def _read_figures(table: Mapping[str, Any], file: Path) -> Figures:
 
 
 def digest_of(config: Config, *others: str) -> str:
-    """Name what a rehearsal or a short training depends on.
+    """Make a name, of 16 hexadecimal digits, from what a rehearsal or a short training depends on:
+    the config, the versions of JAX and of the compilers, and the library's source.
 
     Args:
       config: every setting counts.
       others: what counts besides, such as the name of the target.
-
-    Returns:
-      16 hexadecimal digits, which the versions of JAX and of the compilers and the library's source
-      decide too.
     """
     parts = {
         "config": flatten(config),
@@ -178,8 +170,8 @@ def digest_of(config: Config, *others: str) -> str:
 
 @functools.cache
 def _source_digest() -> str:
-    """The digest of the library's source and of its figures of chips: a rehearsal by another state
-    of the library is not taken for one by this.
+    """Hash the library's source and its figures of chips: a rehearsal by another state of the
+    library is not taken for one by this.
     """
     found = hashlib.sha256()
     for package in _PACKAGES:

@@ -1,4 +1,4 @@
-"""Settings by name: each is a few keys of a config that are changed together, such as `remat`.
+"""Settings by name: each is a few keys of a config that change together, such as `remat`.
 
 `SETTINGS` is the table of them; a new one is a row. A program, a file of tables and the command
 line add their own (`Setting(changes=...)`, `read_settings`). `apply_settings` puts some into a
@@ -21,10 +21,10 @@ from jaxpar.base.toml import flatten, read_tables
 
 @dataclass(frozen=True)
 class Setting:
-    """Some keys of a config with the values that they take, and what that is for.
+    """A few keys of a config with the values that they take, and what that is for.
 
     Attributes:
-      text: what it does, in a few words.
+      text: what the setting does, in a few words.
       changes: the values by dotted key: `{"overlap.domino": "on"}`.
     """
 
@@ -33,11 +33,13 @@ class Setting:
 
 
 class NoEffect(UserError):
-    """A setting changes nothing of a config: the step is the same with it and without."""
+    """A refusal of a setting that changes nothing: the step is the same with it and without."""
 
 
 def _policy(name: str, **keep: str) -> dict[str, Any]:
-    """The keys of a memory policy, with every activation as it says but for those in `keep`."""
+    """List the keys of a memory policy, with every activation as it says but for those in
+    `keep`.
+    """
     kept = vars(Keep()) | keep
     return {"memory.policy": name} | {f"memory.keep.{one}": choice for one, choice in kept.items()}
 
@@ -81,20 +83,15 @@ SETTINGS: dict[str, Setting] = {
     "loss-slices": Setting("the loss holds 256 MiB at once", {"memory.loss_mib": 256}),
     "one-microbatch": Setting("the batch is not cut into microbatches", {"train.accumulation": 1}),
 }
-"""What `jaxpar compose --with` knows by name."""
+"""The settings that `jaxpar compose --with` knows by name."""
 
 
 def read_settings(file: str) -> dict[str, Setting]:
     """Read settings of one's own from a TOML file: a table for each, with the keys that it changes.
+    They are checked when they are applied.
 
         [narrow.model]
         masks = ["window(256)"]
-
-    Args:
-      file: the path.
-
-    Returns:
-      The settings by name. What a table says is checked when it is applied.
 
     Raises:
       UserError: the file cannot be read or is no TOML, or a name stands for no table.
@@ -113,7 +110,7 @@ def read_settings(file: str) -> dict[str, Setting]:
 
 
 def _dotted(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested tables by dotted key."""
+    """Flatten nested tables into values by dotted key."""
     found = dict[str, Any]()
     for key, value in table.items():
         if isinstance(value, dict):
@@ -129,9 +126,6 @@ def find_settings(names: Sequence[str], own: Mapping[str, Setting]) -> dict[str,
     Args:
       names: the names, in the order in which they are shown.
       own: settings beside those of the table; one of the same name goes before the table's.
-
-    Returns:
-      The settings by name.
 
     Raises:
       UserError: a name is not known or is given twice, or there is none.
@@ -151,13 +145,8 @@ def find_settings(names: Sequence[str], own: Mapping[str, Setting]) -> dict[str,
 
 
 def contradiction(settings: Mapping[str, Setting]) -> str:
-    """Say which of some settings cannot stand together.
-
-    Args:
-      settings: the settings by name.
-
-    Returns:
-      The two names, the key and both its values in one line; empty = they can.
+    """Name two settings that cannot stand together, the key and both its values, in one line; empty
+    = all can.
     """
     by_key = dict[str, tuple[str, Any]]()
     for name, setting in settings.items():
@@ -169,19 +158,12 @@ def contradiction(settings: Mapping[str, Setting]) -> str:
 
 
 def _as_list(value: Any) -> Any:
-    """A tuple as a list, so that both compare as one."""
+    """Convert a tuple to a list, so that both compare as one."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def apply_settings(config: Config, settings: Mapping[str, Setting]) -> Config:
-    """Put settings into a config.
-
-    Args:
-      config: the config.
-      settings: the settings by name.
-
-    Returns:
-      The changed config, which `check` has passed.
+    """Put settings into a config, which `check` then has passed.
 
     Raises:
       NoEffect: one of them changes nothing: the config is so already, or its keys have no effect

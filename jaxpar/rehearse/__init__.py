@@ -1,4 +1,4 @@
-"""What a jitted function costs on hardware that is not here, by the compiler of that hardware.
+"""The cost of a jitted function on hardware that is not here, by that hardware's compiler.
 
     report = rehearse.step(jax.jit(step), *shapes, target="v5p-64")
     rehearse.show(report)
@@ -51,7 +51,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`config`, when it is first asked for: it brings the models and the training step along."""
+    """Load `config` when it is first asked for: it brings the models and the training step
+    along.
+    """
     if name == "config":
         from jaxpar.rehearse.of_config import rehearse
 

@@ -1,5 +1,5 @@
-"""Any jitted function is compiled here for hardware that is absent, and its program is read and
-played out.
+"""The rehearsal of any jitted function: it is compiled for hardware that is absent, and its program
+is read and played out.
 
 What only a config knows (which parameters, which tokens, which collectives were asked for) is not
 in the report of another function; `jaxpar.rehearse.of_config` adds it for a config's step.
@@ -38,16 +38,16 @@ def step(
     keywords: Mapping[str, PyTree] | None = None,
     graph: bool = False,
 ) -> Rehearsal:
-    """Say what a call of a jitted function costs on a target: whether it fits, how long it takes,
-    what waits and where.
+    """Rehearse a call of a jitted function on a target: whether it fits, how long it takes, what
+    waits and where.
 
     Args:
       jitted: the result of `jax.jit(function)` for any function.
       arguments: its arguments as ShapeDtypeStructs or arrays (or pytrees of them), with
         NamedShardings on a mesh of the target's devices: `jaxpar.make_mesh(data=8,
-        devices=jaxpar.load_target("v5e-8").devices())`. Without any sharding, theirs or the
-        function's, all is on one device of the target; beside others, an array without one lies on
-        their mesh as the compiler chooses. The report's notes say either.
+        devices=jaxpar.load_target("v5e-8").devices())`. Without any sharding, on arguments or
+        inside the function, all is on one device of the target; beside others, an array without one
+        lies on their mesh as the compiler chooses. The report's notes say either.
       target: a name such as `v5p-64` or `h100x8` (docs/targets.md), or the result of `load_target`.
       name: the name that the report shows.
       tokens: the tokens of one call, all devices together; 0 = not known, and the report has no
@@ -56,7 +56,7 @@ def step(
         and no MFU.
       say: is called with a line at the start of each stage.
       compiler_options: options of XLA beside those of `jax.jit(..., compiler_options=...)`, which
-        win; None = those that `train` takes on this chip, which `rehearse.compiler_options(mesh)`
+        win; None = the options of `train` on this chip, which `rehearse.compiler_options(mesh)`
         gives to any program.
       keywords: arguments that the function takes by name, of the form of the others.
       graph: whether the report has the task graph too, under `graph`.
@@ -127,7 +127,7 @@ def _require_options(options: object) -> None:
 
 
 def _names(jitted: jax.stages.Wrapped, count: int) -> list[str]:
-    """The names that the function gives its arguments."""
+    """List the names that the function gives its arguments."""
     try:
         names = list(inspect.signature(jitted).parameters)[:count]
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Where the arguments of a rehearsed function lie on the target.
+"""The places of a rehearsed function's arguments on the target.
 
 Shardings say it, of the arguments or inside the function. Where nothing does, the function is on
 one chip of the target, as it would be on one device here.
@@ -31,7 +31,7 @@ class Placed(NamedTuple):
     keywords: dict[str, PyTree]
     mesh: Mesh
     note: str
-    """What was assumed of arguments that have no sharding; empty where all have one."""
+    """The assumption made of arguments that have no sharding; empty where all have one."""
 
 
 def place_arguments(
@@ -41,19 +41,17 @@ def place_arguments(
     keywords: Mapping[str, PyTree],
     target: Target,
 ) -> Placed:
-    """Find the mesh of a call, and give a place to arguments that have none.
+    """Find the mesh of a call, and place the arguments that have no sharding.
 
     Arguments without a sharding, or on one device of this machine, are taken as shapes. Beside
     others on a mesh, of the arguments or inside the function, they lie as JAX has it: as the
     compiler chooses. With no mesh at all, everything is on one chip of the target.
 
     Args:
-      jitted: the function.
       names: the names that it gives its arguments by position.
-      arguments: these arguments: arrays, ShapeDtypeStructs, pytrees of them, and static arguments,
-        which stay what they are.
+      arguments: arrays, ShapeDtypeStructs, pytrees of them, and static arguments, which stay what
+        they are.
       keywords: its arguments by name, of the same form.
-      target: the system.
 
     Returns:
       The arguments as shapes with their shardings, the mesh, and a note on what was chosen for the
@@ -86,15 +84,12 @@ def argument_bytes(
     named: Mapping[str, PyTree],
     compiled: jax.stages.Compiled,
 ) -> dict[str, int]:
-    """Count the bytes of one device's part of each argument that takes any.
+    """Count the bytes of one device's part of each argument that takes any, by name.
 
     Args:
       named: all arguments by name, as they were compiled.
-      compiled: the function. It says where those arrays lie that have no sharding, and which it
-        leaves out because it does not use them.
-
-    Returns:
-      The bytes by the name of the argument.
+      compiled: the function. It says where arrays lie that have no sharding, and which it leaves
+        out because it does not use them.
     """
     form = jax.tree.structure(compiled.args_info)
     infos = jax.tree.leaves(compiled.args_info)
@@ -112,7 +107,7 @@ def argument_bytes(
 
 
 def _bytes_on_a_device(array: jax.ShapeDtypeStruct, chosen: Sharding | None) -> int:
-    """The bytes of one device's part of an array; none where the program does not use it."""
+    """Count the bytes of one device's part of an array; 0 where the program does not use it."""
     if chosen is None:
         return 0
     sharding = array.sharding or chosen
@@ -124,8 +119,8 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _shape_of(leaf: Any) -> Any:
-    """An array as a shape, with its sharding unless that is one device and no mesh; anything else
-    as it is.
+    """Convert an array to a shape, with its sharding unless that is one device and no mesh; return
+    anything else as it is.
     """
     if not _is_array(leaf):
         return leaf
@@ -137,7 +132,7 @@ def _shape_of(leaf: Any) -> Any:
 
 
 def _lay(shapes: PyTree, where: Sharding) -> PyTree:
-    """The same shapes, all with one sharding."""
+    """Give all shapes one sharding."""
 
     def lay(leaf: Any) -> Any:
         if _is_array(leaf):
@@ -148,7 +143,7 @@ def _lay(shapes: PyTree, where: Sharding) -> PyTree:
 
 
 def _meshes_of(shapes: PyTree) -> set[Mesh]:
-    """The meshes on which some shapes lie.
+    """Find the meshes on which shapes lie.
 
     Raises:
       UserError: a sharding names no mesh of devices.
@@ -168,8 +163,8 @@ def _meshes_of(shapes: PyTree) -> set[Mesh]:
 
 
 def _meshes_inside(jitted: jax.stages.Wrapped, shapes: PyTree) -> set[Mesh]:
-    """The meshes of devices that a function names itself: in `in_shardings` or `out_shardings`, a
-    `with_sharding_constraint` or a `shard_map`.
+    """Find the meshes of devices that a function names itself: in `in_shardings` or
+    `out_shardings`, a `with_sharding_constraint` or a `shard_map`.
     """
     leaves, form = jax.tree.flatten(shapes)
 
@@ -184,7 +179,7 @@ def _meshes_inside(jitted: jax.stages.Wrapped, shapes: PyTree) -> set[Mesh]:
 
 
 def _meshes_in(jaxpr: core.Jaxpr | ClosedJaxpr) -> Iterator[Mesh]:
-    """The meshes that are parameters of a jaxpr's equations, or shardings on them."""
+    """Yield the meshes that are parameters of a jaxpr's equations, or that shardings there name."""
     opened: Any = getattr(jaxpr, "jaxpr", jaxpr)  # newer jax has one class for both
     for equation in opened.eqns:
         for value in jax.tree.leaves(list(equation.params.values())):
@@ -197,7 +192,7 @@ def _meshes_in(jaxpr: core.Jaxpr | ClosedJaxpr) -> Iterator[Mesh]:
 
 
 def _the_mesh(meshes: set[Mesh], target: Target) -> Mesh:
-    """The one mesh of a call, which has the target's devices.
+    """Return the one mesh of a call, which has the target's devices.
 
     Raises:
       UserError: there are several, or it has other devices.
@@ -224,7 +219,7 @@ def _the_mesh(meshes: set[Mesh], target: Target) -> Mesh:
 
 
 def _one_chip_note(target: Target) -> str:
-    """Say that the rest of the target is idle."""
+    """Write the note that the rest of the target is idle."""
     if target.device_count == 1:
         return ""
     return (
@@ -236,7 +231,9 @@ def _one_chip_note(target: Target) -> str:
 def _compilers_choice_note(
     names: Sequence[str], arguments: Sequence[PyTree], keywords: Mapping[str, PyTree]
 ) -> str:
-    """Say which arrays have no sharding beside others on a mesh; empty where all have one."""
+    """Write the note on arrays without a sharding beside others on a mesh; empty where all have
+    one.
+    """
     named = dict(zip(names, arguments, strict=True)) | dict(keywords)
     unplaced = []
     for name, argument in named.items():

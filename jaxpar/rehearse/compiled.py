@@ -19,9 +19,7 @@ from jaxpar.rehearse.targets import Target
 
 
 class Compiled(NamedTuple):
-    """A jitted function compiled for a target, with the mesh of its arguments and the jaxpr of its
-    trace.
-    """
+    """A jitted function compiled for a target, with the mesh of its arguments and its jaxpr."""
 
     target: Target
     mesh: Mesh
@@ -32,7 +30,7 @@ class Compiled(NamedTuple):
     stats: Any
     """The result of `program.memory_analysis()`."""
     seconds: float
-    """How long the compiler took."""
+    """The seconds that the compiler took."""
     options: Options
     """The options that the compiler was given."""
 
@@ -51,14 +49,14 @@ def compile_for(
     """Compile a jitted function with the target's own compiler.
 
     Args:
-      jitted, arguments, target: as for `rehearse.step`.
+      arguments: arrays or ShapeDtypeStructs, with their shardings, in pytrees.
       mesh: the mesh of the arguments.
       program: the compiled function if it is compiled already.
       advice: what would help a step that does not fit.
       host: whether each argument lies in host memory, in a tree of their form; None = as their
         shardings say.
       options: options of the compiler beside those of the jitted function, which win.
-      keywords: as for `rehearse.step`; none of them lies in host memory.
+      keywords: arguments by name; none of them lies in host memory.
 
     Returns:
       The compiled function with its jaxpr, text and memory, the seconds that compiling took, and

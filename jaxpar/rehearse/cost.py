@@ -21,9 +21,9 @@ DMA = "dma"
 SIDE = "side"
 HOST = "host"
 HOST_COMPUTE = "host compute"
-"""The lanes of every device; `side` is for asynchronous work that is not a copy, `host` for the
-link to the host, `host compute` for what the host computes for this device. The network model
-names the lanes of the links: `ici:x`, `nvlink`, `dcn`."""
+"""The lanes of every device: `side` is for asynchronous work that is not a copy, `host` for the
+link to the host, `host compute` for what the host computes for this device. The network model names
+the lanes of the links: `ici:x`, `nvlink`, `dcn`."""
 
 _FIELD_OF_DTYPE = {
     "bf16": "bfloat16",
@@ -40,8 +40,8 @@ class Cost:
 
     seconds: float
     lanes: tuple[str, ...]
-    """The lanes it holds from start to finish. A synchronous collective holds compute as well as
-    its links.
+    """The lanes that the task holds from start to finish. A synchronous collective holds compute as
+    well as its links.
     """
     launch: float = 0.0
     """The part of `seconds` before its work begins."""
@@ -54,12 +54,9 @@ Costs = dict[Path, Cost]
 def price(
     program: Program, hardware: Hardware, collective_time: Callable[[Collective], CollectiveTime]
 ) -> tuple[Costs, tuple[str, ...]]:
-    """Find the seconds and lanes of every task: the compiler's cycles come first, then the
-    roofline.
+    """Price every task in seconds and lanes: by the compiler's cycles, or else by the roofline.
 
     Args:
-      program: the program.
-      hardware: the figures of the chip.
       collective_time: gives the seconds and lanes of one execution of a collective.
 
     Returns:
@@ -114,8 +111,8 @@ def _cost(
 def _host_compute(
     task: Task, hardware: Hardware, compute: tuple[str, ...], notes: Counter[str]
 ) -> Cost:
-    """Find the cost of what the host computes: one pass over its arrays, and the host link for
-    those that lie on the device.
+    """Price what the host computes: one pass over its arrays, and the host link for those on the
+    device.
     """
     link = hardware.host_link_bandwidth or math.inf
     memory = hardware.host_memory_bandwidth
@@ -131,7 +128,7 @@ def _host_compute(
 
 
 def _roofline(task: Task, hardware: Hardware, notes: Counter[str]) -> float:
-    """Take the longer of arithmetic at its peak and traffic at the memory's bandwidth, in
+    """Return the longer of arithmetic at its peak and traffic at the memory's bandwidth, in
     seconds.
     """
     arithmetic = 0.0

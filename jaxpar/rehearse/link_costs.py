@@ -1,5 +1,5 @@
-"""The time of a collective on a target's links follows from latency and bandwidth (alpha and beta)
-over its topology.
+"""The time of a collective on a target's links, from latency and bandwidth (alpha and beta) over
+its topology.
 
 A collective of V bytes takes `start + hops x hop + load x V / bandwidth`. Here `hops` counts the
 steps taken one after another, and `load` is the share of V that passes the busiest link in one
@@ -43,7 +43,7 @@ from jaxpar.hlo.program.tasks import Collective, CollectiveKind, Groups
 from jaxpar.rehearse.targets import Position, Target
 
 Seats = tuple[tuple[Position, ...], ...]
-"""Where the members of each group sit."""
+"""The seats of the members of each group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +55,20 @@ class CollectiveTime:
     latency: float
     """The part that would remain for zero bytes."""
     resources: tuple[str, ...]
-    """The lanes it keeps busy: some of `ici:x+`, `ici:x-` (both directions of an axis), `ici:y+`
-    and so on, `nvlink`, `dcn`, `chip` (between the devices of one chip). Collectives that share a
-    lane run one after the other."""
+    """The lanes that the collective keeps busy: some of `ici:x+`, `ici:x-` (both directions of an
+    axis), `ici:y+` and so on, `nvlink`, `dcn`, `chip` (between the devices of one chip).
+    Collectives that share a lane run one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Leg:
-    """One level of the network that a collective uses."""
+    """A level of the network that a collective uses."""
 
     lanes: tuple[str, ...]
     load: float
     """The bytes through the busiest link for each byte of the collective."""
     bandwidth: float
-    """The bytes/s of that link in one direction."""
+    """The bytes/s of the busiest link in one direction."""
     hops: float
 
 
@@ -79,20 +79,15 @@ Legs = tuple[_Leg, ...]
 def collective_time(
     collective: Collective, places: tuple[Position, ...], target: Target
 ) -> CollectiveTime:
-    """Predict the time of one execution in which all groups run at once.
-
-    `places` says where the device of each of the program's positions sits:
-    `targets.places(mesh.devices.flat, target)`.
+    """Predict the time of one execution in which all groups run at once: 0 seconds and no lanes
+    where nothing moves between devices.
 
     Args:
-      collective: what moves between which positions.
       places: where the device of each of the program's positions sits:
         `targets.places(mesh.devices.flat, target)`.
-      target: the system, whose figures are used.
 
     Returns:
-      The seconds of the fastest algorithm, and the lanes that it holds; 0 seconds and no lanes
-      where nothing moves between devices.
+      The seconds of the fastest algorithm, and the lanes that it holds.
 
     Raises:
       UserError: the target has no figure for a link that the collective uses.
@@ -115,7 +110,7 @@ def collective_time(
 
 
 def _time(legs: Legs, together: bool, size: int, hardware: Hardware) -> CollectiveTime:
-    """Find the time of an algorithm with the protocol that is fastest for this size."""
+    """Compute the time of an algorithm with the protocol that is fastest for this size."""
     moving = [leg.load * size / leg.bandwidth for leg in legs]
     transfer = max(moving) if together else sum(moving)
     times = []
@@ -247,15 +242,11 @@ class _Load:
         self.axes: list[dict[tuple[int, ...], float]] = [defaultdict(float) for _ in self.shape]
 
     def send(self, start: Position, end: Position, amount: float) -> int:
-        """Add a message along its shortest way, axis after axis, and half on either of equal ways.
+        """Add a message along its shortest way, axis after axis, half on either of equal ways, and
+        return the number of links on it.
 
         Args:
-          start: where it starts.
-          end: where it ends.
           amount: its share of the bytes of the collective.
-
-        Returns:
-          The number of links on its way.
         """
         here = list(start.coords)
         hops = 0
@@ -344,9 +335,7 @@ def _reach(box: tuple[tuple[int, ...], ...], hardware: Hardware) -> int:
 
 
 def _lines(group: tuple[Position, ...]) -> list[tuple[Position, ...]]:
-    """List the lines of a box along each axis on which it has more than one member, each line in
-    order.
-    """
+    """List the lines of a box along each axis with more than one member, each line in order."""
     found = []
     for axis in range(len(group[0].coords)):
         lines: dict[tuple[int, ...], list[Position]] = defaultdict(list)

@@ -43,7 +43,7 @@ class CompiledStep(NamedTuple):
     requested: list[Requested]
     compiled: Compiled
     notes: tuple[str, ...] = ()
-    """Notes on what could not be counted exactly of the plan's collectives."""
+    """The notes on what could not be counted exactly of the plan's collectives."""
 
 
 def rehearse(
@@ -55,8 +55,7 @@ def rehearse(
     program: jax.stages.Compiled | None = None,
     graph: bool = False,
 ) -> Rehearsal:
-    """Make the report of one training step on a target; `jaxpar.rehearse.report.schema` says what
-    is in it.
+    """Rehearse one training step on a target; `jaxpar.rehearse.report.schema` describes the report.
 
     Args:
       experiment: the experiment, or the config of one, settled (`jaxpar.plan.resolve`). Its mesh
@@ -121,8 +120,6 @@ def unfused(experiment: Experiment, target: Target, say: Say = lambda line: None
     """Compile the training step of an experiment without XLA's fusion passes, and count it.
 
     Args:
-      experiment: as for `rehearse`.
-      target: the system.
       say: is called with a line as compiling begins.
 
     Returns:
@@ -130,7 +127,7 @@ def unfused(experiment: Experiment, target: Target, say: Say = lambda line: None
       of a step.
 
     Raises:
-      UserError: as `rehearse`; without fusion a step takes more memory.
+      UserError: `rehearse` would refuse the step; without fusion a step takes more memory.
     """
     experiment = on_target(experiment, target)
     config = experiment.config
@@ -149,14 +146,11 @@ def unfused(experiment: Experiment, target: Target, say: Say = lambda line: None
 
 
 def on_target(experiment: Config | Experiment, target: Target) -> Experiment:
-    """Return an experiment as it runs on a target.
+    """Return an experiment as it runs on a target's devices; the given one where it is there
+    already.
 
     Args:
       experiment: the experiment, or the config of one; `mesh.distributed` does not count.
-      target: the system.
-
-    Returns:
-      The experiment on the target's devices; the one that was given where it is there already.
 
     Raises:
       UserError: the config is wrong in itself, its mesh does not fit the target, or the target's
@@ -184,8 +178,7 @@ def compile_step(
     """Compile the training step of an experiment with the target's own compiler.
 
     Args:
-      experiment: as for `rehearse`.
-      target: the system.
+      experiment: the experiment, or the config of one, with every setting chosen.
       say: is called with a line as compiling begins.
       program: the compiled step if it is compiled already.
 
@@ -194,7 +187,7 @@ def compile_step(
       exactly.
 
     Raises:
-      UserError: as `rehearse`, or a setting is still to be chosen.
+      UserError: `rehearse` would refuse the step, or a setting is still to be chosen.
       DoesNotFit: the compiler refuses the step because a device has too little memory.
     """
     experiment = on_target(experiment, target)
@@ -219,23 +212,15 @@ def compile_step(
 
 
 def fits(step: CompiledStep) -> bool:
-    """Whether a device has the memory that a compiled step takes.
-
-    Args:
-      step: the step.
-
-    Returns:
-      Whether it does.
-    """
+    """Return whether a device has the memory that a compiled step takes."""
     return _memory(step)["fits"]
 
 
 def advice(experiment: Experiment, platform: str) -> str:
-    """What to try where a step does not fit; a rehearsal says what each saves.
+    """List what to try where a step does not fit; a rehearsal says what each saves.
 
     Args:
-      experiment: the experiment, with its plan.
-      platform: the platform that it is compiled for, `tpu` or `cuda`.
+      platform: the platform that the step is compiled for, `tpu` or `cuda`.
 
     Returns:
       Settings to try, and what parameters, optimizer and gradients take over all devices, in one
@@ -261,7 +246,9 @@ def advice(experiment: Experiment, platform: str) -> str:
 
 
 def _memory(step: CompiledStep) -> Memory:
-    """A device's memory by the parts that the config knows, with advice where it is too small."""
+    """Account for a device's memory by the parts that the config knows, with advice where it is too
+    small.
+    """
     experiment = step.experiment
     compiled = step.compiled
     target = compiled.target

@@ -1,6 +1,4 @@
-"""What can be said of any compiled program: it is read, priced and played out, and a report is made
-of it.
-"""
+"""The report of any compiled program: it is read, priced and played out."""
 
 from __future__ import annotations
 
@@ -52,14 +50,14 @@ def report_of(
     """Read, price and play out a compiled function, and report what can be said of any program.
 
     Args:
-      compiled: the function.
+      compiled: the compiled function.
       taken: a device's memory.
-      package_dirs: where lines are looked for: see `read_program`.
-      say, name, tokens, model_flops: see `rehearse.step`.
+      package_dirs: where lines are looked for, as in `read_program`.
+      say, name, tokens, model_flops: the arguments of `rehearse.step`.
       requested: the collectives that were asked for; None = not known, and none is called
         unplanned.
-      dtype: the dtype of the matmuls; MFU and HFU are shares of its peak. Empty = that of most of
-        their FLOPs.
+      dtype: the dtype of the matmuls; MFU and HFU are shares of its peak. Empty = the dtype of most
+        of their FLOPs.
       plan, parameters: the plan of a config, and where its parameters lie, for the linter.
       graph: whether the report has the task graph too.
 
@@ -133,7 +131,7 @@ def _target_facts(target: Target, dtype: str, peak: float | None) -> TargetFacts
 
 
 def _add_alive(report: Rehearsal, text: str, tasks: Sequence[TaskTime]) -> None:
-    """Add what is in memory when, where the program says in what order it runs.
+    """Add what is in memory at each time, where the program says in what order it runs.
 
     A program may have a form of an instruction that nobody has seen: then the report says so, and
     is whole but for that.
@@ -148,8 +146,8 @@ def _add_alive(report: Rehearsal, text: str, tasks: Sequence[TaskTime]) -> None:
 
 
 def _main_dtype(tasks: Iterable[TaskTime], peaks: PeakFlops) -> str:
-    """The dtype of most of a program's FLOPs, of those that the chip has a peak for: bfloat16 where
-    there is none.
+    """Find the dtype of most of a program's FLOPs, among those that the chip has a peak for;
+    bfloat16 where there is none.
     """
     done: defaultdict[str, float] = defaultdict(float)
     for row in tasks:
@@ -159,8 +157,8 @@ def _main_dtype(tasks: Iterable[TaskTime], peaks: PeakFlops) -> str:
 
 
 def _time(timeline: Timeline, tokens: int, model_flops: float, peak: float | None) -> Time:
-    """The step's seconds by what takes them, and its rates where FLOPs, tokens and the peak are
-    known.
+    """Divide the step's seconds by what takes them, with its rates where FLOPs, tokens and the peak
+    are known.
     """
     seconds = timeline.seconds
     moved = {
@@ -191,7 +189,7 @@ def _time(timeline: Timeline, tokens: int, model_flops: float, peak: float | Non
 
 
 def _lines(tasks: Iterable[TaskTime]) -> list[Line]:
-    """The time by line of the model and phase, the longest first."""
+    """Add up the time by line of the model and phase, the longest first."""
     lines: dict[Origin, Line] = {}
     for row in tasks:
         origin = row.task.origin
@@ -223,7 +221,7 @@ def _empty_line(origin: Origin) -> Line:
 
 
 def _notes(timeline: Timeline) -> list[str]:
-    """Notes on how far the figures can be trusted."""
+    """Write notes on how far the figures can be trusted."""
     notes = []
     unplaced = [
         row for row in timeline.tasks if not row.task.origin.scope and not row.task.origin.source

@@ -1,5 +1,4 @@
-"""The collectives that a program asks for, read from its jaxpr: what the plan expects of the
-compiler.
+"""The collectives that a program asks for, read from its jaxpr, as the plan expects them.
 
 Every collective of this library stands in a `shard_map` and names mesh axes. Its count is
 multiplied by the trips of the scans around it. Where the same move of the same array is written
@@ -35,7 +34,7 @@ class Requested:
     bytes: int
     """The size of one group's whole array, counted like `hlo.program.tasks.Collective.bytes`."""
     count: int
-    """How often it runs in one step."""
+    """The number of times that it runs in one step."""
     scope: str
     """The name stack of jax, with the wrappers that jax adds:
     `transpose(jvp())/block/attention`.
@@ -46,8 +45,8 @@ class Requested:
 
 @dataclass(eq=False)
 class _Value:
-    """A node of the graph: what it needs, the collective it is and the name that `checkpoint_name`
-    gave it, if any.
+    """A node of the graph: what it needs, its collective if it is one, and the name that
+    `checkpoint_name` gave it, if any.
     """
 
     needs: tuple[_Value, ...] = ()
@@ -92,8 +91,8 @@ def requested_collectives(
 
 
 class _Reader:
-    """It runs a jaxpr on values that stand for arrays; in one loop body, equal work on equal values
-    is one value.
+    """A reader that runs a jaxpr on values that stand for arrays; in one loop body, equal work on
+    equal values is one value.
     """
 
     def __init__(self, mesh: Mesh, say: Say):
@@ -115,15 +114,12 @@ class _Reader:
         inputs: Sequence[_Value],
         scope: str,
     ) -> list[_Value]:
-        """Read a jaxpr that brings its own constants, or has them among its inputs.
+        """Read a jaxpr that brings its own constants, or has them among its inputs, and return the
+        values of its results.
 
         Args:
-          jaxpr: the jaxpr.
           inputs: the value of each of its inputs.
           scope: the named scopes around it, joined by slashes.
-
-        Returns:
-          The values of its results.
         """
         constants = [
             self._values_of(("constant", id(array)), 1)[0] for array in getattr(jaxpr, "consts", ())
@@ -154,9 +150,7 @@ class _Reader:
         count: int,
         needs: Sequence[_Value] = (),
     ) -> list[_Value]:
-        """The `count` results of the work that this key describes, which are the same ones each
-        time.
-        """
+        """Return the `count` results of the work that a key describes, the same ones each time."""
         if key not in self._known:
             self._known[key] = [_Value(tuple(needs)) for _ in range(count)]
         return self._known[key]
@@ -339,7 +333,7 @@ def _carry(values: Sequence[_Value], results: Sequence[_Value]) -> None:
 
 
 def _key(eqn: core.JaxprEqn, arguments: Sequence[_Value]) -> Hashable:
-    """The key that equal work shares. Values live as long as the reader, so that their ids are
+    """Make the key that equal work shares. Values live as long as the reader, so that their ids are
     unique.
     """
     params = {name: value for name, value in eqn.params.items() if name != "sharding"}
@@ -350,7 +344,7 @@ def _key(eqn: core.JaxprEqn, arguments: Sequence[_Value]) -> Hashable:
 def _needed_ids(
     outputs: Sequence[_Value], stop: Collection[int] = (), given: Collection[str] = ()
 ) -> set[int]:
-    """The ids of all values that the outputs need, except those needed only through values in
+    """Find the ids of all values that the outputs need, except those needed only through values in
     `stop` or `given`.
     """
     left = list(outputs)
@@ -382,8 +376,8 @@ def _open(jaxpr: _AnyJaxpr) -> core.Jaxpr:
 
 
 def _fits(inner: _AnyJaxpr, eqn: core.JaxprEqn) -> bool:
-    """Whether a jaxpr among an equation's parameters takes its arguments and gives its results, as
-    in a call.
+    """Return whether a jaxpr among an equation's parameters takes its arguments and gives its
+    results, as in a call.
     """
     jaxpr = _open(inner)
     closed_over = len(getattr(inner, "consts", ()))

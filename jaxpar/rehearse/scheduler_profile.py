@@ -1,4 +1,5 @@
-"""What each instruction of a compiled program takes, as XLA's latency-hiding scheduler reads it.
+"""The times of a compiled program's instructions, in the form that XLA's latency-hiding scheduler
+reads.
 
 That scheduler orders a program by the list schedule of its own estimates. With a profile it goes by
 these prices instead, and by what a target's links take among them. The form is the text of XLA's
@@ -11,14 +12,13 @@ from jaxpar.hlo.program.tasks import Program, walk_paths
 from jaxpar.rehearse.cost import Costs
 
 _LEAST = 1e-3
-"""Microseconds: an instruction of no time is none that was measured."""
+"""The least microseconds: an instruction of no time is none that was measured."""
 
 
 def scheduler_profile(program: Program, costs: Costs) -> str:
     """Write the prices of a program's tasks.
 
     Args:
-      program: the program.
       costs: the cost of one run of each task.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A target names hardware that need not be here: `v5p-64`, `v5e-8`, `v5p-128x4`, `v5p:4x4x8` or
+"""Targets: names of hardware that need not be here, `v5p-64`, `v5e-8`, `v5p-128x4`, `v5p:4x4x8` or
 `h100x64`.
 
 A TPU's number counts chips, not cores: the 64 chips of `v5p-64` are v5p-128 at Google Cloud.
@@ -44,7 +44,7 @@ class Target:
     platform: Platform
     """The platform, as in `lower(lowering_platforms=(target.platform,))`."""
     hardware: Hardware
-    """The figures of one device; `chips` counts all slices or nodes, and `ici` is that of one slice
+    """The figures of one device; `chips` counts all slices or nodes, and `ici` describes one slice
     or node.
     """
     slices: int
@@ -52,7 +52,7 @@ class Target:
     topology: str
     """The shape of one slice, `4x4x4`, or of all nodes, `8x8` = nodes x GPUs."""
     vendor_name: str = ""
-    """What Google Cloud calls one slice: `v5p-128`."""
+    """Google Cloud's name of one slice: `v5p-128`."""
     note: str = ""
     """A line to show beside the name, where the name could be misread."""
 
@@ -65,8 +65,8 @@ class Target:
 
     @property
     def host_shape(self) -> tuple[int, ...]:
-        """The chips that one machine, and so one JAX process, holds: those of a GPU node, or four
-        along (x, y, z), but all of the slices of one machine: 1 chip, or 8 of a 2D torus."""
+        """The shape of the chips that one machine, and so one JAX process, holds: a GPU node, or
+        four along (x, y, z), but the whole slice on one machine: 1 chip, or 8 of a 2D torus."""
         shape = self.hardware.ici.shape
         flat = (*shape, 1)[:3]
         if self.platform == "cuda":
@@ -128,14 +128,11 @@ class Position(NamedTuple):
 
 
 def load_target(name: str) -> Target:
-    """Return the target of this name.
+    """Look up the target of a name; no compiler is needed yet.
 
     Args:
       name: a chip and a size: `v5p-64` for 64 chips, `v5p-64x4` for four slices of them,
         `v5p:4x4x4` for a shape, `h100x64` for 64 GPUs.
-
-    Returns:
-      The target with the figures of its chip. No compiler is needed yet.
 
     Raises:
       UserError: the chip is unknown, or its topology does not allow this size; the message names
@@ -368,7 +365,7 @@ _COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plug
 
 
 def compilers() -> dict[str, str]:
-    """Say for each platform what compiles for it here, `libtpu 0.0.42`, or what is missing and how
+    """Name for each platform what compiles for it here, `libtpu 0.0.42`, or what is missing and how
     to install it.
     """
     return {
@@ -381,7 +378,7 @@ _EXTRA = "pip install 'jaxpar[rehearse]'"
 
 
 def _missing(platform: str) -> str:
-    """Say what must be installed to compile for a platform; empty if nothing is missing."""
+    """Name what must be installed to compile for a platform; empty if nothing is missing."""
     wanted = jax.__version__
     found = versions(_COMPILERS.get(platform, ()))
     if platform == "tpu" and not (found or os.environ.get("TPU_LIBRARY_PATH")):
@@ -399,8 +396,8 @@ def _missing(platform: str) -> str:
 
 
 def cudnn_packages() -> list[str]:
-    """The packages that bring cuDNN to a machine without a GPU, for the CUDA version of the plugin
-    that is here.
+    """List the packages that bring cuDNN to a machine without a GPU, for the CUDA version of the
+    plugin that is here.
     """
     if "jax-cuda13-plugin" in versions(_COMPILERS["cuda"]):
         cuda = "cu13"
@@ -421,7 +418,6 @@ def check_mesh(spec: MeshSpec, target: Target) -> None:
 
     Args:
       spec: the mesh, in which one axis may be -1.
-      target: the system.
 
     Raises:
       UserError: it does not fit; the message says what to change.
@@ -455,15 +451,11 @@ def check_mesh(spec: MeshSpec, target: Target) -> None:
 
 
 def places(devices: Iterable[jax.Device], target: Target) -> tuple[Position, ...]:
-    """Find where each device sits.
+    """Find the position of each device, in the order of `devices`.
 
     Args:
       devices: the devices of the target that a program runs on. `mesh.devices.flat` is a program's
         order.
-      target: the system.
-
-    Returns:
-      The position of each device, in the order of `devices`.
     """
     devices = list(devices)
     slices = [getattr(device, "slice_index", None) or 0 for device in devices]

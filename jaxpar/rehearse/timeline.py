@@ -1,12 +1,12 @@
-"""A program's schedule is played out on one device, which shows when each task runs and what
+"""The replay of a program's schedule on one device, which shows when each task runs and what
 compute waits for.
 
-The device follows the order of the schedule. A synchronous task runs when the one before is over.
+The device follows the order of the schedule. A synchronous task runs when the task before is over.
 An asynchronous task starts when its turn has come, its inputs are there and its lanes are free; it
 runs beside what follows until a `Wait`. Two tasks on one lane run one after the other, in schedule
 order.
 
-A loop is played trip by trip until a trip begins just as the one before did (the same work in
+A loop is played trip by trip until a trip begins just as the trip before did (the same work in
 flight, equally late). From there on all trips are alike, so that trip stands for those that are
 left.
 """
@@ -34,14 +34,14 @@ WAITS_FOR_HOST = ("host_copy", "host_compute")
 MOVING = ("collective", *WAITS_FOR_HOST)
 """The kinds of task that are no work of compute."""
 _TIE = 1e-12
-"""Ends within so many seconds of each other count as one, and compute comes first: rounding must
-not pick a cause.
+"""The seconds within which ends count as one, and compute comes first: rounding must not pick a
+cause.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One bar of a drawing."""
+    """A bar of a drawing."""
 
     lane: str
     start: float
@@ -49,7 +49,9 @@ class Event:
     node: Task | Loop
     """The task, or the loop where `repeats` is not 0."""
     repeats: int = 0
-    """The bar stands for so many further trips of a loop, which are not drawn one by one."""
+    """The number of further trips of a loop that the bar stands for, which are not drawn one by
+    one.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,10 @@ class TaskTime:
     cost: Cost
     """The cost of one execution."""
     count: int
-    """How often it runs."""
+    """The number of times that the task runs."""
     exposed: float
-    """The seconds compute stood still for it: all of them for a synchronous collective or host
-    copy, none for other synchronous tasks (they are compute)."""
+    """The seconds for which compute stood still for the task: all of them for a synchronous
+    collective or host copy, none for other synchronous tasks (they are compute)."""
 
     @property
     def seconds(self) -> float:
@@ -73,26 +75,26 @@ class TaskTime:
 
 @dataclass(frozen=True)
 class Timeline:
-    """How a step plays out. All times are in seconds, and `seconds = sum(busy) + sum(stalls) +
+    """The replay of a step. All times are in seconds, and `seconds = sum(busy) + sum(stalls) +
     idle`.
     """
 
     seconds: float
     busy: dict[str, float]
-    """How long compute is at work, by kind of task; synchronous collectives and host copies are
-    among them.
+    """The seconds for which compute is at work, by kind of task; synchronous collectives and host
+    copies are among them.
     """
     stalls: dict[str, float]
-    """How long compute stands still for an asynchronous task or a busy link, by the kind of task it
-    waited for.
+    """The seconds for which compute stands still for an asynchronous task or a busy link, by the
+    kind of task it waited for.
     """
     idle: float
-    """How long compute is between tasks, while they are launched."""
+    """The seconds for which compute is between tasks, while they are launched."""
     tasks: list[TaskTime]
     """Every task, in program order."""
     events: list[Event]
     notes: tuple[str, ...] = ()
-    """What was assumed."""
+    """The assumptions that were made."""
 
     @property
     def exposed_communication(self) -> float:
@@ -101,8 +103,8 @@ class Timeline:
 
     @property
     def host_stall(self) -> float:
-        """The seconds in which compute stood still for copies from and to the host, and for what
-        the host computed.
+        """The seconds in which compute stood still for copies from and to the host, and for what it
+        computed.
         """
         return sum(row.exposed for row in self.tasks if row.task.kind in WAITS_FOR_HOST)
 
@@ -118,23 +120,20 @@ def simulate(
     """Read the text of a compiled program, price its tasks by a target's figures, and play it out
     on one device.
 
-    The mesh is that of the program, made of the target's devices. For `drawn_trips` and
-    `most_events` see `replay`, for `package_dirs` `read_program`.
-
     Args:
       text: the text of a scheduled module, `compiled.as_text()`.
       mesh: the mesh of the program, made of the target's devices.
       target: the system whose figures price the tasks.
-      drawn_trips: how many trips of a loop become events.
-      most_events: how many events are kept.
-      package_dirs: where source lines are looked for: see `read_program`.
+      drawn_trips: the number of trips of a loop that become events.
+      most_events: the number of events that are kept.
+      package_dirs: where source lines are looked for, as in `read_program`.
 
     Returns:
       The timeline of one device, with what was assumed in its notes.
 
     Raises:
-      UserError: the text is not that of a compiled module or is damaged, or the target has no
-        figure for a link that a collective uses.
+      UserError: the text is damaged or no compiled module's, or the target has no figure for a link
+        that a collective uses.
     """
     priced = read_and_price(text, mesh, target, package_dirs)
     played = replay(priced.program, priced.costs, drawn_trips, most_events)
@@ -147,7 +146,7 @@ class Priced(NamedTuple):
     program: Program
     costs: Costs
     notes: tuple[str, ...]
-    """What was assumed in pricing; the program has its own."""
+    """The assumptions made in pricing; the program has its own."""
 
 
 def read_and_price(
@@ -162,13 +161,11 @@ def read_and_price(
       text: the text of a scheduled module, `compiled.as_text()`.
       mesh: the mesh of the program, made of the target's devices.
       target: the system whose figures price the tasks.
-      package_dirs: where source lines are looked for: see `read_program`.
-
-    Returns:
-      The program and its costs.
+      package_dirs: where source lines are looked for, as in `read_program`.
 
     Raises:
-      UserError: as `simulate`.
+      UserError: the text is damaged or no compiled module's, or the target has no figure for a link
+        that a collective uses.
     """
     where = places(list(mesh.devices.flat), target)
     if target.platform == "tpu" and target.slices > 1:
@@ -187,16 +184,13 @@ def read_and_price(
 def replay(
     program: Program, costs: Costs, drawn_trips: int = 2, most_events: int = 20_000
 ) -> Timeline:
-    """Play a program's schedule out on one device.
+    """Play a program's schedule out on one device; the timeline has no notes.
 
     Args:
-      program: the program.
       costs: the cost of one execution of every task, as `price` returns them.
-      drawn_trips: how many trips of every loop become events; one bar stands for the others.
-      most_events: how many events are kept.
-
-    Returns:
-      The timeline, without notes.
+      drawn_trips: the number of trips of every loop that become events; one bar stands for the
+        others.
+      most_events: the number of events that are kept.
 
     Raises:
       ValueError: a node depends on a later one, so this is not a schedule.
@@ -239,7 +233,7 @@ class _Step(NamedTuple):
     node: Node
     path: Path
     cost: Cost | None = None
-    """What a task costs; None for other nodes."""
+    """The cost of a task; None for other nodes."""
     body: tuple[_Step, ...] = ()
     """The steps of a loop's body; empty for other nodes."""
     crossing: tuple[int, ...] = ()
@@ -251,8 +245,8 @@ class _Step(NamedTuple):
 
     @property
     def needs(self) -> tuple[int, ...]:
-        """The positions, in the same list, of what must be over first; a wait's task may be of the
-        previous trip.
+        """The positions, in the same list, of what must be over first; a wait's task may belong to
+        the previous trip.
         """
         if isinstance(self.node, Wait):
             return (self.node.task,)
@@ -303,17 +297,19 @@ def _make_steps(
 class _Moment(NamedTuple):
     time: float
     path: Path = ()
-    """The task that was over then; empty = the beginning of the step."""
+    """The task that was over at this time; empty = the beginning of the step."""
 
 
 class _Mark(NamedTuple):
-    """The device at the beginning of a trip."""
+    """The state of the device at the beginning of a trip."""
 
     now: float
     lags: list[float]
-    """How long after `now` each lane of the loop becomes free and each crossing task is over."""
+    """The time after `now` at which each lane of the loop becomes free and each crossing task is
+    over.
+    """
     stalls: int
-    """How many stalls there were."""
+    """The number of stalls until then."""
 
 
 class _Player:
@@ -333,15 +329,12 @@ class _Player:
     def run(
         self, steps: tuple[_Step, ...], before: dict[int, _Moment], drawn: bool
     ) -> list[_Moment]:
-        """Play a list of nodes once.
+        """Play a list of nodes once, and return when each of them is over.
 
         Args:
           steps: the nodes, in the order of the schedule.
           before: when the tasks of the previous trip are over, by position.
           drawn: whether events are recorded.
-
-        Returns:
-          When each of the nodes is over.
         """
         done: list[_Moment] = []
         for step in steps:

@@ -1,4 +1,4 @@
-"""Several runs beside each other: what differs in their configs, and their losses in a picture."""
+"""A comparison of several runs: what differs in their configs, and their losses in a picture."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from jaxpar.train.runs.folder.own_tokenizer import have_other_tokenizers
 from jaxpar.train.runs.folder.run_folder import read_run_config, runs_in
 
 _MOST_COLUMNS = 8
-"""Runs that a table of settings has beside each other."""
+"""The most runs that a table of settings has beside each other."""
 _OF_TOKENS = ("train.batch", "data.seq_len")
 _LOSSES = {"loss": "loss", "val_loss": "validation", "final_val_loss": "at its end"}
 
 
 class Compared(NamedTuple):
-    """A run: its settings, and what it measured."""
+    """A run to compare: its settings, and what it measured."""
 
     name: str
     config: Config
@@ -36,11 +36,11 @@ class Compared(NamedTuple):
     folder: Path
 
     def last(self, key: str) -> float | None:
-        """Return the last of a number, if it was measured."""
+        """Return the last value of a metric, if it was measured."""
         return next((row[key] for row in reversed(self.rows) if key in row), None)
 
     def tokens(self, step: float) -> float:
-        """Return how many tokens a run has seen after a step."""
+        """Count the tokens that the run has seen after a step."""
         return step * self.config.train.batch * self.config.data.seq_len
 
 
@@ -48,7 +48,7 @@ def read_runs(folders: Mapping[str, Path]) -> list[Compared]:
     """Read the settings and the metrics of some runs.
 
     Args:
-      folders: run folders, or folders of some, by the names that they were given by.
+      folders: run folders, or folders that contain some, by the names that they were given by.
 
     Returns:
       The runs, each once, with names that tell them from each other.
@@ -81,7 +81,7 @@ def differing(runs: Sequence[Compared]) -> dict[str, list[Any]]:
 
 
 def settings_table(runs: Sequence[Compared]) -> Table:
-    """Make a table of what differs in the settings of some runs, and of the last that each
+    """Make a table of the settings in which some runs differ, and of the last numbers that each
     measured.
     """
     shown = runs[:_MOST_COLUMNS]
@@ -99,7 +99,7 @@ def settings_table(runs: Sequence[Compared]) -> Table:
 
 
 def notes(runs: Sequence[Compared]) -> list[str]:
-    """Return what is to be known of a comparison, a sentence each."""
+    """List what is to be known of a comparison, a sentence each."""
     keys = differing(runs)
     found = list[str]()
     if len(runs) > _MOST_COLUMNS:

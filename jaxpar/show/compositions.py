@@ -1,4 +1,4 @@
-"""Tables and pictures of many rehearsed configs: of a sweep on a target, and of how settings
+"""Tables and pictures of many rehearsed configs: the combinations of a sweep, and how settings
 compose.
 """
 
@@ -27,14 +27,10 @@ _MIB = 2**20
 
 
 def points_table(points: Sequence[Point], base: Point | None = None) -> Table:
-    """A row for each rehearsed config.
+    """Make a table with a row for each rehearsed config.
 
     Args:
-      points: the configs.
-      base: the one that speeds are shares of; None = none.
-
-    Returns:
-      The table.
+      base: the config that speeds are shares of; None = there is none.
     """
     trained = any(point.loss is not None for point in points)
     table = Table(box=None, pad_edge=False)
@@ -53,7 +49,7 @@ def points_table(points: Sequence[Point], base: Point | None = None) -> Table:
 
 
 def _cells(point: Point, base: Point | None) -> list[str]:
-    """The figures of a point as text; empty where there are none."""
+    """Write the figures of a point; empty where there are none."""
     figures = point.figures
     if figures is None:
         return [""] * (7 if base else 6)
@@ -67,13 +63,8 @@ def _cells(point: Point, base: Point | None) -> list[str]:
 
 
 def gains_table(gains: Sequence[Gain]) -> Table:
-    """A row for each pair of settings: what it gains, and what its parts come to.
-
-    Args:
-      gains: the pairs, of `Study.gains`.
-
-    Returns:
-      The table.
+    """Make a table of `Study.gains`, with a row for each pair of settings: what it gains, and what
+    its parts come to.
     """
     trained = any(gain.loss is not None for gain in gains)
     table = Table(box=None, pad_edge=False)
@@ -109,13 +100,6 @@ def composition_figure(study: Study, title: str) -> Figure:
     On the left a square for each pair: its speed as a share of the base's, above the product of its
     parts' speeds. Its colour is the one over the other. On the diagonal is each setting alone. On
     the right each point by its time and memory.
-
-    Args:
-      study: what was rehearsed.
-      title: the title.
-
-    Returns:
-      The figure.
     """
     count = len(study.alone)
     side = 3.2 + 0.85 * count
@@ -128,7 +112,7 @@ def composition_figure(study: Study, title: str) -> Figure:
 
 
 def _draw_pairs(axes: Axes, study: Study) -> None:
-    """The square of settings by settings."""
+    """Draw the square of settings by settings."""
     names = [point.settings[0] for point in study.alone]
     share = _shares(study)
     furthest = max((abs(value - 1) for value in share.values()), default=0.0)
@@ -171,7 +155,7 @@ def _draw_pairs(axes: Axes, study: Study) -> None:
 
 
 def _shares(study: Study) -> dict[tuple[str, ...], float]:
-    """The speed of each pair over the product of its parts."""
+    """Divide the speed of each pair by the product of its parts."""
     return {
         gain.pair.settings: gain.speed / gain.speed_of_parts
         for gain in study.gains()
@@ -180,7 +164,7 @@ def _shares(study: Study) -> dict[tuple[str, ...], float]:
 
 
 def _square(axes: Axes, x: int, y: int, color: ColorType, text: str) -> None:
-    """One square with its text."""
+    """Draw one square with its text."""
     corner = (x - 0.5, y - 0.5)
     square = Rectangle(corner, 1, 1, facecolor=color, edgecolor="white", linewidth=2)
     axes.add_patch(square)
@@ -190,7 +174,7 @@ def _square(axes: Axes, x: int, y: int, color: ColorType, text: str) -> None:
 
 
 def _draw_plane(axes: Axes, study: Study) -> None:
-    """Every point by its seconds a token and its memory."""
+    """Draw every point by its seconds a token and its memory."""
     usable = 0.0
     highest = 0.0
     shades = matplotlib.colormaps["viridis"]
@@ -235,10 +219,6 @@ def sweep_points_figure(points: Sequence[Point], title: str) -> Figure:
 
     Args:
       points: the configs; those that were refused are left out.
-      title: the title.
-
-    Returns:
-      The figure.
     """
     known = [(point.name, point.figures) for point in points if point.figures is not None]
     figure = Figure(figsize=(10, 1.8 + 0.4 * max(len(known), 4)), dpi=110, layout="constrained")

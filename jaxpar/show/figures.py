@@ -1,5 +1,5 @@
-"""Writes a picture to a file, and names the pictures that programs and notebooks draw: each has a
-room.
+"""The writer of pictures to files, and the names of the pictures that programs and notebooks draw:
+each has a room.
 """
 
 from __future__ import annotations

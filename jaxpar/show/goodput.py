@@ -23,11 +23,7 @@ INTERVALS = {
 
 
 def causes_table(totals: Totals) -> Table:
-    """Make the table of what the time of a run went on.
-
-    Args:
-      totals: its account.
-    """
+    """Make the table of what the time of a run went on, by its account."""
     table = Table(
         "",
         Column("time", justify="right"),
@@ -56,7 +52,7 @@ def interval_table(
     Args:
       costs: what checkpoints and faults cost.
       nodes: numbers of machines, any of which ends the run where it fails.
-      node_mtbf: the mean seconds between two faults of one of them.
+      node_mtbf: the mean seconds between two faults of one machine.
       step_seconds: the time of a step, in which the best interval is told too.
 
     Raises:
@@ -84,7 +80,7 @@ def _share(value: float) -> str:
 
 
 def _long(seconds: float) -> str:
-    """A duration in its largest unit: `2.7 h`."""
+    """Write a duration in its largest unit: `2.7 h`."""
     for unit, size in {"days": DAY, "h": 3_600.0, "min": 60.0}.items():
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"

@@ -30,18 +30,20 @@ _WORDS: dict[Action, str] = {
     "offload": "kept in host memory",
     "recompute": "made again",
 }
-"""What becomes of an activation until the backward."""
+"""The fate of an activation until the backward."""
 _WIDTH = 4.0
 _HEIGHT = 3.1
 _HEADING = 0.45
-"""Inches: of a panel, and of the heading above the panels of a kind."""
+"""The height of the heading above the panels of a kind, in inches, as `_WIDTH` and `_HEIGHT` of a
+panel.
+"""
 
 
 class Panel(NamedTuple):
     """Arrays of a layer that lie alike, and a line to show below their names."""
 
     row: Placement
-    """The first of them."""
+    """The first of the arrays."""
     says: str
     names: tuple[str, ...]
 
@@ -64,10 +66,6 @@ def layer_figure(experiment: Experiment, title: str) -> Figure:
 
     Args:
       experiment: an experiment whose devices are here, or simulated.
-      title: the title of the picture.
-
-    Returns:
-      The figure.
 
     Raises:
       UserError: the model is a whole one of a program's own, which has no layers that are known.
@@ -101,7 +99,7 @@ def layer_figure(experiment: Experiment, title: str) -> Figure:
 
 
 def _matrices(experiment: Experiment) -> list[Panel]:
-    """The parameters of a layer that have two dims or more, the largest first."""
+    """List the parameters of a layer that have two dims or more, the largest first."""
     plan = experiment.plan
     blocks = experiment.state.params["blocks"]
     layer = jax.tree.map(
@@ -122,8 +120,8 @@ def _matrices(experiment: Experiment) -> list[Panel]:
 
 
 def _activations(found: Sequence[Activation], plan: Plan) -> tuple[list[Panel], list[str]]:
-    """The activations that lie on the mesh as a whole, and the names of those of which each device
-    has its own.
+    """List the activations that lie on the mesh as a whole, and the names of those of which each
+    device has its own.
     """
     panels = []
     local = []

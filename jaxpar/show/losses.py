@@ -23,11 +23,7 @@ def loss_figure(
 
     Args:
       rows: the lines of `metrics.jsonl`; losses are in nats a token, and either may be absent.
-      title: the title.
       references: horizontal lines by label, such as the text's unigram entropy, in nats a token.
-
-    Returns:
-      The figure, which `save_figure` writes.
     """
     figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
     axes = figure.subplots()
@@ -65,9 +61,6 @@ def sweep_figure(rows: Mapping[str, Sequence[_Numbers]], rates: Mapping[str, flo
     Args:
       rows: the lines of each run's `metrics.jsonl`, by the name of the run.
       rates: the tokens a second of each run that is drawn, by the same names.
-
-    Returns:
-      The figure.
     """
     figure = Figure(
         figsize=(10, 2.4 + 0.35 * max(len(rates), 5)),

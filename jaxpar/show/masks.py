@@ -21,7 +21,7 @@ _SEEN = "#1b3a57"
 _COLUMNS = 3
 _MOST_TILES = 64
 _MOST_DOTS = 256
-"""Up to this many tokens, a dot stands on each place that is seen in a partial tile."""
+"""The most tokens for which a dot stands on each place that is seen in a partial tile."""
 _MOST_LAYERS = 6
 
 
@@ -31,11 +31,8 @@ def mask_figure(masks: Mapping[str, Mask], tiles: Tiles) -> Figure:
     Of a mask with ids, the first sequence is drawn.
 
     Args:
-      masks: the masks by what they are called.
+      masks: the masks by their names.
       tiles: the tiles into which queries and keys are cut.
-
-    Returns:
-      The figure.
     """
     columns = min(_COLUMNS, len(masks))
     lines = -(-len(masks) // columns)
@@ -62,14 +59,8 @@ def mask_figure(masks: Mapping[str, Mask], tiles: Tiles) -> Figure:
 
 
 def masks_of_layers(config: ModelConfig) -> dict[str, Mask]:
-    """The different masks of a model's layers, each by its words and the layers that have it.
-
-    Args:
-      config: the model.
-
-    Returns:
-      The masks by what they are called, in two lines: `window(1024)` and `layers 0, 2, 4`, or
-      `causal` and `all layers` where there is one.
+    """List the different masks of a model's layers, each under a name in two lines: `window(1024)`
+    and `layers 0, 2, 4`, or `causal` and `all layers` where there is one.
     """
     kinds = layer_masks(config)
     layers_of = dict[Mask, list[int]]()
@@ -93,14 +84,11 @@ def _layers_text(layers: Sequence[int], count: int) -> str:
 
 
 def tiles_to_draw(length: int) -> Tiles:
-    """Choose tiles of a sequence that are large enough to be seen: of 128 tokens as the kernels
-    have them, smaller in a short sequence, larger in a long one.
+    """Choose square tiles of a sequence, at most 64 along each side, that are large enough to be
+    seen: of 128 tokens as the kernels have them, smaller in a short sequence, larger in a long one.
 
     Args:
       length: the tokens of the sequence.
-
-    Returns:
-      Square tiles, at most 64 along each side.
     """
     block = 128
     while length // block < 8 and block > 1:
@@ -161,5 +149,5 @@ def _draw_mask(axes: Axes, name: str, mask: Mask, tiles: Tiles) -> None:
 
 
 def _of_the_first(places: np.ndarray) -> np.ndarray:
-    """What is drawn of a mask that has a row for each sequence."""
+    """Take the first sequence of a mask that has a row for each."""
     return places[0] if places.ndim == 3 else places

@@ -23,9 +23,9 @@ _REST = "#b3b3b3"
 _NO_NAME = "#d9d9d9"
 _LIMIT = "#cc3311"
 _NEAR = 4
-"""A line at what a device has is drawn up to so many times the longest bar."""
+"""The most times the longest bar at which a line at what a device has is still drawn."""
 _SEEN = 1 / 500
-"""A part that is no larger than this share of the longest bar is not drawn."""
+"""The share of the longest bar that a part must exceed to be drawn."""
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "B": 1}
 Bars = Mapping[str, Mapping[str, int]]
 
@@ -39,11 +39,7 @@ def memory_figure(bars: Bars, title: str, has: int = 0) -> Figure:
 
     Args:
       bars: the bytes of each part, by the label of its bar.
-      title: the title of the picture.
       has: the bytes that a device has; 0 = no line.
-
-    Returns:
-      The picture.
     """
     largest = max(sum(parts.values()) for parts in bars.values())
     near = has <= _NEAR * largest
@@ -70,14 +66,16 @@ def memory_figure(bars: Bars, title: str, has: int = 0) -> Figure:
 
 
 def _drawn_names(bars: Bars, least: float) -> list[str]:
-    """The parts with more bytes than `least` in some bar: state, activations, then the others."""
+    """List the parts with more bytes than `least` in some bar: state, activations, then the
+    others.
+    """
     others = [name for parts in bars.values() for name in parts]
     order = dict.fromkeys([*_STATE, *NAMES, "no name", *others])
     return [name for name in order if any(parts.get(name, 0) > least for parts in bars.values())]
 
 
 def _colors(names: Sequence[str]) -> dict[str, Any]:
-    """The colour of each part."""
+    """Choose the colour of each part."""
     browns = matplotlib.colormaps["YlOrBr"](np.linspace(0.1, 0.95, len(NAMES)))
     known = dict(zip(NAMES, browns, strict=True)) | _STATE | {"no name": _NO_NAME}
     return {name: known.get(name, _REST) for name in names}
@@ -86,7 +84,7 @@ def _colors(names: Sequence[str]) -> dict[str, Any]:
 def _draw_parts(
     axes: Axes, bars: Bars, names: Sequence[str], unit: int, largest: float
 ) -> dict[str, float]:
-    """Draw the parts of all bars one after another; where each bar ends, by label."""
+    """Draw the parts of all bars one after another, and return where each bar ends, by label."""
     colors = _colors(names)
     ends = dict.fromkeys(bars, 0.0)
     for name in names:

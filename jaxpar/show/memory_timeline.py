@@ -1,4 +1,4 @@
-"""The picture of what is in a device's memory in the course of a rehearsed step."""
+"""The picture of a device's memory in the course of a rehearsed step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MIB = 2**20
 _LIMIT = "#cc3311"
 _REST_COLOR = "#cccccc"
 _NEAR = 2
-"""A line at what a step may take is drawn up to so many times the peak."""
+"""The most times the peak at which a line at what a step may take is still drawn."""
 _ROWS = 8
-"""Arrays that are listed below."""
+"""The number of arrays that are listed below."""
 
 
 def memory_timeline_figure(report: Rehearsal) -> Figure:
@@ -26,14 +26,8 @@ def memory_timeline_figure(report: Rehearsal) -> Figure:
     Arguments are blue, and what the step makes is brown to yellow. A dashed line is what a step may
     take of the device, where it is near.
 
-    Args:
-      report: a rehearsal.
-
-    Returns:
-      The picture.
-
     Raises:
-      UserError: the report does not know what is in memory when.
+      UserError: the report lacks the memory over time.
     """
     alive = report.get("alive")
     if not alive or not alive["times_us"]:
@@ -116,5 +110,5 @@ def _list_arrays(axes: Axes, alive: Alive) -> None:
 
 
 def _unit(bytes_: int) -> tuple[int, str]:
-    """The size of a unit that suits so many bytes, and its name."""
+    """Choose a unit that suits so many bytes, by its size and its name."""
     return (_GIB, "GiB") if bytes_ >= _GIB else (_MIB, "MiB")

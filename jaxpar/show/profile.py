@@ -37,17 +37,13 @@ _NOWHERE = ("instructions that are not in the program's text", "", "")
 
 
 def profile_parts(folder: Path, target: str, say: Say, most: int = 25) -> list[RenderableType]:
-    """Make the table of a run's latest trace.
+    """Make the table of a run's latest trace, under a title.
 
     Args:
-      folder: the run folder.
-      target: the system to rehearse the run's config for; empty = the one that it ran on, if it can
-        be rehearsed.
+      target: the system to rehearse the run's config for; empty = the system that it ran on, if it
+        can be rehearsed.
       say: receives a line of text as each phase begins.
-      most: how many rows the table shows.
-
-    Returns:
-      A title and the table, for `rich` to print.
+      most: the number of rows.
 
     Raises:
       UserError: there is no trace, it is damaged, or the target that was named does not serve.
@@ -81,7 +77,7 @@ def profile_parts(folder: Path, target: str, say: Say, most: int = 25) -> list[R
 
 
 def _latest_facts(folder: Path) -> Path:
-    """The file that was written beside a run's latest trace.
+    """Find the file that was written beside a run's latest trace.
 
     Raises:
       UserError: there is no trace.
@@ -97,7 +93,9 @@ def _latest_facts(folder: Path) -> Path:
 
 
 def _predicted_lines(report: Rehearsal) -> dict[Line, float]:
-    """The seconds of each line of the model that a rehearsal predicts: its work and its waits."""
+    """List the seconds of each line of the model that a rehearsal predicts: its work and its
+    waits.
+    """
     return {
         (row["scope"], row["source"], row["phase"]): row["compute"] + row["exposed"]
         for row in report["lines"]
@@ -105,7 +103,7 @@ def _predicted_lines(report: Rehearsal) -> dict[Line, float]:
 
 
 def _rows(times: Mapping[str, Mapping[Line, float]]) -> list[list[str]]:
-    """A row for each line of the model, by each of the times, the longest first."""
+    """Make a row for each line of the model, by each of the times, the longest first."""
     lines = {line for found in times.values() for line in found}
 
     def longest_first(line: Line) -> list[float]:
@@ -121,8 +119,8 @@ def _rows(times: Mapping[str, Mapping[Line, float]]) -> list[list[str]]:
 
 
 def _read_facts(file: Path) -> dict[str, Any]:
-    """Return what was written beside a trace (`train.metrics.Profile`), or raise a UserError where
-    it is damaged.
+    """Read what was written beside a trace (`train.metrics.Profile`); a UserError where it is
+    damaged.
     """
     facts = read_json(file, _KINDS)
     missing = [key for key in _KINDS if key not in facts]
@@ -140,16 +138,14 @@ def _read_facts(file: Path) -> dict[str, Any]:
 
 
 def measured_lines(facts: dict[str, Any], folder: Path) -> Counter[Line]:
-    """Return the seconds of one step on one device by line of the model.
+    """Measure the seconds of one step on one device by line of the model: scope, source and phase,
+    as means over the steps and devices of the trace.
 
     A wait for a collective or a copy that runs beside the compute is on the line that started it.
 
     Args:
       facts: what was written beside the trace.
       folder: the folder in which they and the trace are.
-
-    Returns:
-      The seconds by scope, source and phase, as means over the steps and devices of the trace.
 
     Raises:
       UserError: the trace is missing or damaged.
@@ -190,7 +186,7 @@ def measured_lines(facts: dict[str, Any], folder: Path) -> Counter[Line]:
 
 
 def _target_of(facts: dict[str, Any]) -> str:
-    """The name of a target with the devices of a trace."""
+    """Name a target with the devices of a trace."""
     for name in presets("jaxpar.meshes.chips"):
         chip = load_chip(name)
         if facts["device_kind"] in chip.hardware.device_kinds:

@@ -1,4 +1,6 @@
-"""The picture of a ring that splits the sequence: who computes what when, and how evenly."""
+"""The picture of a ring that splits the sequence: which device computes what in which step, and how
+evenly.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,6 @@ def ring_figure(layout: Layout) -> Figure:
 
     Args:
       layout: splits `attention_seq` over the devices of the ring.
-
-    Returns:
-      The picture.
 
     Raises:
       UserError: the layout splits the sequence over one device, or over more than eight.
@@ -62,10 +61,9 @@ def ring_figure(layout: Layout) -> Figure:
 
 
 def _draw_pairs(grid: Axes, order: Sequence[int]) -> np.ndarray:
-    """Draw every pair of chunks that sees one another, in the colour of the device that has it.
+    """Draw every pair of chunks that sees one another, in the colour of its device.
 
     Args:
-      grid: where they are drawn.
       order: the chunks in the order of the devices, two each.
 
     Returns:

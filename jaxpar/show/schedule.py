@@ -1,4 +1,4 @@
-"""Pictures of pipeline schedules show which microbatch each stage works on when, and what it keeps
+"""Pictures of pipeline schedules: which microbatch each stage works on at a time, and what it keeps
 meanwhile.
 """
 
@@ -36,12 +36,8 @@ def schedule_figure(table: Table, times: Times, title: str) -> Figure:
     lighter.
 
     Args:
-      table: the schedule.
       times: the times of one action of one virtual stage, in any unit.
       title: the title, to which the idle share is added.
-
-    Returns:
-      The figure.
 
     Raises:
       UserError: the table is not valid.
@@ -177,7 +173,7 @@ def _even_steps(count: int, most: int) -> range:
 
 
 def _lighten(color: str, chunk: int, virtual: int) -> str:
-    """The colour of a kind, which is lighter the later the chunk is."""
+    """Lighten the colour of a kind, the more the later the chunk is."""
     share = 0.6 * chunk / max(virtual - 1, 1)
     r, g, b = (x + (1 - x) * share for x in to_rgb(color))
     return to_hex((r, g, b))
@@ -196,9 +192,6 @@ def schedule_text(table: Table, width: int = 100, times: Times = UNIT) -> Text:
       table: the schedule.
       width: the columns of the terminal. Of a longer table the first and the last ticks are shown.
       times: the times of one action of one virtual stage, from which the bubble is computed.
-
-    Returns:
-      The text, with colours.
 
     Raises:
       UserError: the table is not valid.

@@ -21,13 +21,17 @@ from jaxpar.base.layout.placements import Placement
 from jaxpar.base.layout.sharding import Layout
 
 DEVICES = "#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00"
-"""Paul Tol's light scheme, which all kinds of colour vision tell apart under black letters."""
+"""The colours of devices: Paul Tol's light scheme, which all kinds of colour vision tell apart
+under black letters.
+"""
 _ROOM = (185, 235)
-"""An array's height and width in points."""
+"""The height and width of an array, in points."""
 _LETTER = 0.54
-"""A letter's width by its size."""
+"""The width of a letter as a share of its size."""
 _SIZES = 10, 6
-"""Of the letters of a shard that names all its devices, and of one that names the first."""
+"""The sizes of the letters of a shard that names all its devices, and of one that names the
+first.
+"""
 Color = str | tuple[float, float, float, float]
 _Bounds = tuple[tuple[int, int], ...]
 """The start and end of a shard in every dim."""
@@ -54,11 +58,7 @@ def mesh_figure(
     Args:
       placements: the arrays, each with where it lies.
       layout: the layout whose mesh they lie on.
-      title: the title of the picture.
-      most: how many arrays are drawn.
-
-    Returns:
-      The picture.
+      most: the number of arrays that are drawn.
     """
     largest = sorted(placements, key=lambda row: -math.prod(row.shape))[:most]
     columns = min(3, len(largest))
@@ -81,7 +81,6 @@ def draw_array(axes: Axes, row: Placement, layout: Layout) -> None:
     """Draw one array as a grid of shards, coloured by the first of the devices that hold each.
 
     Args:
-      axes: where it is drawn.
       row: the array, with its shape and its spec.
       layout: the layout whose mesh it lies on.
     """
@@ -110,7 +109,7 @@ def draw_array(axes: Axes, row: Placement, layout: Layout) -> None:
 def _holders(
     row: Placement, layout: Layout, ids: Mapping[jax.Device, int]
 ) -> dict[_Bounds, list[int]]:
-    """The numbers of the devices that hold each shard, by its start and end in every dim."""
+    """List the numbers of the devices that hold each shard, by its start and end in every dim."""
     sharding = NamedSharding(layout.mesh, row.spec)
     found: dict[_Bounds, list[int]] = {}
     for device, index in sharding.devices_indices_map(row.shape).items():
@@ -120,7 +119,9 @@ def _holders(
 
 
 def _drawn_dims(row: Placement) -> tuple[list[int], list[int]]:
-    """The dims along y and along x, with the outer ones first: all that are split, two at least."""
+    """List the dims along y and along x, with the outer ones first: all that are split, two at
+    least.
+    """
     every = range(len(row.shape))
     split = [dim for dim in every if dim < len(row.spec) and row.spec[dim] is not None]
     whole = [dim for dim in reversed(every) if dim not in split]
@@ -130,7 +131,9 @@ def _drawn_dims(row: Placement) -> tuple[list[int], list[int]]:
 
 
 def _tint(device: int, devices: int) -> Color:
-    """The colour of a device: of few devices each has one that anyone can tell from the others."""
+    """Choose the colour of a device: of few devices each has one that anyone can tell from the
+    others.
+    """
     if devices <= len(DEVICES):
         return DEVICES[device]
     return matplotlib.colormaps["turbo"](device / devices, alpha=0.75)
@@ -151,7 +154,7 @@ def _draw_shard(axes: Axes, span: _Spans, tint: Color, edge: float) -> None:
 
 
 def _letters_on(tint: Color) -> str:
-    """The colour of letters that can be read on another, as it lies on white paper."""
+    """Choose a colour of letters that can be read on a tint, as it lies on white paper."""
     *parts, alpha = to_rgba(tint)
     red, green, blue = (1 - alpha * (1 - part) for part in parts)
     luminance = 0.299 * red + 0.587 * green + 0.114 * blue  # ITU-R BT.601
@@ -183,9 +186,7 @@ def _draw_axis(
     """Draw the ticks of an axis, its label, and thick lines between the parts of outer dims.
 
     Args:
-      axis: the axis.
       line: draws a line across it.
-      row: the array.
       dims: the dims along the axis, the outermost first.
       shards: the bounds of every shard.
       edge: the width of a shard's edge in points.
@@ -204,15 +205,15 @@ def _draw_axis(
 
 
 def _units(row: Placement, dims: Sequence[int]) -> int:
-    """The size of the outermost dim along an axis; 1 where there is none."""
+    """Return the size of the outermost dim along an axis; 1 where there is none."""
     return row.shape[dims[0]] if dims else 1
 
 
 def _span(
     bounds: Sequence[tuple[int, int]], shape: Sequence[int], dims: Sequence[int]
 ) -> tuple[float, float]:
-    """The start and end of a shard along an axis of these dims, in units of the first; each is
-    inside the last.
+    """Compute the start and end of a shard along an axis of these dims, in units of the first; each
+    is inside the last.
     """
     start, stop = bounds[dims[0]] if dims else (0, 1)
     for dim in dims[1:]:
@@ -225,8 +226,8 @@ def _labels(
     high: float,
     wide: float,
 ) -> tuple[list[str], int]:
-    """The labels and font size that fit on shards of this size in points: all devices, the first
-    one, or nothing.
+    """Choose the labels and font size that fit on shards of this size in points: all devices, the
+    first one, or nothing.
     """
     width = max(1, int(wide / (_LETTER * _SIZES[0])))
     lists = [

@@ -1,5 +1,5 @@
-"""`jaxpar show`: where a config's parameters live, what its devices keep and send, and how its
-pipeline goes, for any mesh and without hardware."""
+"""The command `jaxpar show`: where a config's parameters live, what its devices keep and send, and
+how its pipeline goes, for any mesh and without hardware."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def show(
     that JAX was told of, and counts as 1 where it was told nothing.
 
     Args:
-      config: the experiment.
       picture: where the picture of the mesh goes.
       has: the bytes of a device's memory; 0 = not known.
       layer: where a picture of one layer goes, its matrices and activations on the mesh.
@@ -96,7 +95,7 @@ def show(
 
 
 def _bars(parts: Sequence[MemoryPart]) -> dict[str, dict[str, int]]:
-    """The parts of a step in a device's memory, and in the host's where it has any."""
+    """Collect the parts of a step in a device's memory, and in the host's where it has any."""
     bars = {
         "a device": {part.name: part.device for part in parts},
         "its part\nof the host": {part.name: part.host for part in parts},

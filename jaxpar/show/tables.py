@@ -24,14 +24,7 @@ _number = partial(Column, justify="right")
 
 
 def sharding_table(rows: Sequence[Placement]) -> Table:
-    """List every parameter's name, shape, logical axes, spec and bytes per device, and the sum.
-
-    Args:
-      rows: where each parameter lies.
-
-    Returns:
-      The table.
-    """
+    """List every parameter's name, shape, logical axes, spec and bytes per device, and the sum."""
     table = _table("parameter", "shape", "logical axes", "spec", _number("bytes/device"))
     for column in table.columns:
         column.overflow = "fold"
@@ -62,8 +55,8 @@ def activation_table(rows: Sequence[Activation]) -> Table:
       rows: the activations of a layer, in the order in which they are made.
 
     Returns:
-      The table. Its columns `device` and `host` are the bytes that are saved or offloaded on one
-      device, and its last row sums them.
+      A table whose columns `device` and `host` are the bytes that are saved or offloaded on one
+      device, summed in its last row.
     """
     table = _table(
         "activation",
@@ -98,9 +91,6 @@ def communication_table(collectives: Sequence[StepCollective], most: int = 3) ->
     Args:
       collectives: the collectives of one step.
       most: how many places are named for each kind and axes.
-
-    Returns:
-      The table, the largest first.
     """
     groups: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for one in collectives:
@@ -129,9 +119,6 @@ def memory_table(parts: Sequence[MemoryPart], has: int = 0) -> Table:
     Args:
       parts: the parts, in bytes of one device and of its part of the host.
       has: the bytes of a device's memory; 0 = not known, and there is no such row.
-
-    Returns:
-      The table.
     """
     table = _table("memory", "what", _number("device"), _number("host"))
     sums = MemoryPart(

@@ -22,9 +22,9 @@ from jaxpar.show.timeline import COLORS, PHASES, REST, draw_lanes, rows_of
 _CRITICAL = "#d40000"
 _EDGE = "#b0b0b0"
 _MOST_ROWS = 18
-"""Scopes of a loop's body that have a row of their own; the others share the last."""
+"""The number of scopes of a loop's body that have a row of their own; the others share the last."""
 _LONG_SCOPE = 32
-"""Characters of a scope that leave most of the width to the tasks."""
+"""The length of a scope that leaves most of the width to the tasks."""
 
 
 def task_graph_figure(report: Rehearsal) -> Figure:
@@ -86,7 +86,7 @@ def task_graph_figure(report: Rehearsal) -> Figure:
 
 
 def _list_title(order: OrderRow) -> str:
-    """What the list schedule's panel shows."""
+    """Write the title of the list schedule's panel."""
     if order["list_schedule"] is None or order["critical_path"] is None:
         return "its loops are too long for a list schedule of all trips"
     return (
@@ -97,7 +97,7 @@ def _list_title(order: OrderRow) -> str:
 
 
 def _columns(graph: TaskGraph, order: OrderRow) -> TimelineColumns:
-    """The bars of an order in the form of a timeline."""
+    """Convert the bars of an order to the form of a timeline."""
     tasks = graph["tasks"]
     places = {task["id"]: place for place, task in enumerate(tasks)}
     return {
@@ -116,20 +116,20 @@ def _columns(graph: TaskGraph, order: OrderRow) -> TimelineColumns:
 
 
 class _Body(NamedTuple):
-    """The tasks of one list without loops, and when each could begin."""
+    """The tasks of one list without loops, and the times at which each could begin."""
 
     name: str
     tasks: list[TaskRow]
     edges: list[tuple[int, int]]
     earliest: dict[int, float]
-    """By the task's id, in milliseconds."""
+    """The earliest begin of each task by its id, in milliseconds."""
     critical: list[int]
     """The ids of the tasks on the critical path, the last first."""
 
 
 def _longest_body(graph: TaskGraph) -> _Body:
-    """The loop's body that takes longest of those that have no loops inside; else the tasks that
-    stand in no loop.
+    """Find the loop's body that takes longest of those without loops inside; else the tasks in no
+    loop.
     """
     inside = defaultdict[int | None, list[TaskRow]](list)
     for task in graph["tasks"]:
@@ -166,13 +166,15 @@ def _longest_body(graph: TaskGraph) -> _Body:
 
 
 def _scopes(tasks: list[TaskRow]) -> list[str]:
-    """The names of the rows, in the order of the program."""
+    """List the names of the rows, in the order of the program."""
     found = list(dict.fromkeys(_row_name(task) for task in tasks if task["seconds"]))
     return found if len(found) <= _MOST_ROWS else [*found[: _MOST_ROWS - 1], "others"]
 
 
 def _row_name(task: TaskRow) -> str:
-    """The scope and the phase; of a long scope, as a kernel has, the innermost name alone."""
+    """Name a task's row by scope and phase; of a long scope, as a kernel has, the innermost name
+    alone.
+    """
     scope = task["scope"] or "no scope"
     if len(scope) > _LONG_SCOPE:
         scope = f"…/{scope.rpartition('/')[2]}"
@@ -216,7 +218,7 @@ def _draw_body(axes: Axes, body: _Body, scopes: list[str]) -> None:
 
 
 def _heights(body: _Body, shown: dict[int, TaskRow], rows: dict[str, int]) -> dict[int, float]:
-    """Where each task is drawn: in its scope's row, beside those that run at the same time."""
+    """Place each task in its scope's row, beside those that run at the same time."""
     busy = defaultdict[int, list[float]](lambda: [0.0] * 4)
     heights = {}
     for one in sorted(shown, key=lambda one: body.earliest[one]):

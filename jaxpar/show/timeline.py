@@ -1,5 +1,5 @@
-"""A picture of a rehearsed step: what each lane of a device does when, over the whole step and
-close up.
+"""The picture of a rehearsed step: what each lane of a device does over the whole step, and close
+up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ PHASES = {
     "update": "#d8cfe8",
 }
 _TASKS = 100
-"""Tasks of the compute lane that the close-up shows, about; it has a 32nd to a fourth of the step.
+"""The number of tasks of the compute lane that the close-up shows, about; it has a 32nd to a fourth
+of the step.
 """
 
 
@@ -44,7 +45,6 @@ def timeline_figure(report: Rehearsal, *others: Rehearsal) -> Figure:
     compute waits for.
 
     Args:
-      report: the report of a rehearsal.
       others: further reports to draw below it.
 
     Returns:
@@ -77,7 +77,7 @@ def timeline_figure(report: Rehearsal, *others: Rehearsal) -> Figure:
 
 
 def _backward_starts(timeline: TimelineColumns) -> list[float]:
-    """When the events of the backward pass begin, in milliseconds, sorted."""
+    """List when the events of the backward pass begin, in milliseconds, sorted."""
     starts = [
         event[1] / 1e3
         for event in timeline["events"]
@@ -87,7 +87,7 @@ def _backward_starts(timeline: TimelineColumns) -> list[float]:
 
 
 def _panels(timelines: list[TimelineColumns]) -> tuple[Figure, list[Axes]]:
-    """A figure with a panel for each timeline, as high as their rows need."""
+    """Make a figure with a panel for each timeline, as high as their rows need."""
     rows = sum(len(rows_of(timeline)) for timeline in timelines)
     height = 0.8 + 0.4 * len(timelines) + 0.28 * rows
     figure = Figure(figsize=(12, height), dpi=120, layout="constrained")
@@ -128,13 +128,8 @@ def _add_legend(figure: Figure, timelines: list[TimelineColumns], with_phases: b
 
 
 def rows_of(timeline: TimelineColumns) -> list[str]:
-    """The names of the rows: the phases, if there is more than a forward, and the lanes.
-
-    Args:
-      timeline: the events.
-
-    Returns:
-      The names, from the top down.
+    """List the names of the rows from the top down: the phases, if there is more than a forward,
+    and the lanes.
     """
     if "backward" in timeline["phases"]:
         return ["phase", *timeline["lanes"]]
@@ -145,10 +140,8 @@ def draw_lanes(axes: Axes, timeline: TimelineColumns, begin: float, end: float) 
     """Draw the events between two times, a row for each lane and for the phases above them.
 
     Args:
-      axes: where to draw.
-      timeline: the events.
       begin: the first time, in milliseconds.
-      end: the last.
+      end: the last time, in milliseconds.
     """
     bars: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
     rows = rows_of(timeline)

@@ -28,9 +28,11 @@ from jaxpar.train.runs.folder.run_folder import is_run, read_run_config, runs_in
 from jaxpar.train.runs.locks.run_lock import LOCK
 
 _MOST = 1e15
-"""What no number of a run comes to, unless its line is damaged: such a one is not shown."""
+"""The bound that no number of a run reaches, unless its line is damaged: such a number is not
+shown.
+"""
 _LEAST_WIDTH = 20
-"""Columns that a curve needs."""
+"""The columns that a curve needs."""
 # the bits of a braille letter's dots
 _DOTS = np.array(
     [
@@ -110,7 +112,7 @@ def page(folder: Path, width: int) -> RenderableType:
 
 
 def _look(folder: Path) -> tuple[Any, list[dict[str, Any]], tuple[int, int], Text, dict[str, str]]:
-    """The run's config, its rows, its step of how many, whether it lives, and the last of each
+    """Read the run's config, its rows, its step of how many, whether it lives, and the last of each
     number as text.
     """
     config = read_run_config(folder)
@@ -161,22 +163,22 @@ def _look(folder: Path) -> tuple[Any, list[dict[str, Any]], tuple[int, int], Tex
 
 
 def _how_it_ended(folder: Path) -> str:
-    """How the last process that trained a run ended; empty where it runs, or was killed."""
+    """Say how the last process that trained a run ended; empty where it runs, or was killed."""
     lives = read_lives(folder).lives
     return lives[-1].how if lives else ""
 
 
 def _is_shown(key: str, value: float) -> bool:
-    """Whether a run can have such a number. A loss may be NaN or infinite, which tells that the run
-    diverged.
+    """Return whether a run can have such a number. A loss may be NaN or infinite, which tells that
+    the run diverged.
     """
     is_loss = bool(key in _NUMBERS and _NUMBERS[key][2])
     return abs(value) < _MOST or (is_loss and not math.isfinite(value))
 
 
 def _left(seconds: float, stop: int) -> str:
-    """Say how long a run takes until its end, or until it stops before that, at a step other
-    than 0.
+    """Say how long a run takes until its end, or until it stops before that, at a step other than
+    0.
     """
     return f"{duration_text(seconds)} left" + (f" to {stop}" if stop else "")
 

@@ -37,19 +37,25 @@ if TYPE_CHECKING:
     from jaxpar.train.generation.trained import open_trained
     from jaxpar.train.hooks import Hook, OnRow
     from jaxpar.train.loop import Run, open_run, run
-    from jaxpar.train.optimizer import Optimizer
+    from jaxpar.train.optimizer import Optimizer, decay_mask
+    from jaxpar.train.optimizer.learning_rate import register_rate
+    from jaxpar.train.optimizer.named_optimizers import OptimizerSettings, register_optimizer
     from jaxpar.train.optimizer.per_matrix import muon_dimensions
     from jaxpar.train.restore import config_of, export_run
+    from jaxpar.train.runs.stores import CheckpointStore
     from jaxpar.train.step import init_state, make_eval_step, make_train_step
 
 _MODULES = {
+    "CheckpointStore": "runs.stores",
     "Experiment": "experiment",
     "Hook": "hooks",
     "OnRow": "hooks",
     "Optimizer": "optimizer",
+    "OptimizerSettings": "optimizer.named_optimizers",
     "Run": "loop",
     "batch_rows": "batch",
     "config_of": "restore",
+    "decay_mask": "optimizer",
     "export_run": "restore",
     "generate": "generation",
     "init_state": "step",
@@ -61,16 +67,21 @@ _MODULES = {
     "open_run": "loop",
     "open_trained": "generation.trained",
     "put_batch": "batch",
+    "register_optimizer": "optimizer.named_optimizers",
+    "register_rate": "optimizer.learning_rate",
     "run": "loop",
 }
 __all__ = [
+    "CheckpointStore",
     "Experiment",
     "Hook",
     "OnRow",
     "Optimizer",
+    "OptimizerSettings",
     "Run",
     "batch_rows",
     "config_of",
+    "decay_mask",
     "export_run",
     "generate",
     "init_state",
@@ -82,6 +93,8 @@ __all__ = [
     "open_run",
     "open_trained",
     "put_batch",
+    "register_optimizer",
+    "register_rate",
     "run",
 ]
 

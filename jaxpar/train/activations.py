@@ -21,7 +21,7 @@ from jaxpar.base.layout.activation_names import NAMES, PRESETS, Action, Keep
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import Axes, merge_trees, output_axis
 from jaxpar.models import Model, Params, in_parts
-from jaxpar.parallel.domino import Places, halves, places_of_halves
+from jaxpar.parallel.domino import LayerInfo, Places, halves, places_of_halves
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.layers import layers_in
@@ -186,14 +186,8 @@ class OneBlock(NamedTuple):
         else:
             text_BS = None
         places = places_of_halves(Places(positions_BS, segments_BS, text_BS), plan)
-        return self.model.layer(
-            layer,
-            halves(x_BSD, STORED, plan),
-            places,
-            plan,
-            key,
-            number=0 if self.model.numbers_layers else None,
-        )
+        info = LayerInfo(key, number=0 if self.model.numbers_layers else None)
+        return self.model.layer(layer, halves(x_BSD, STORED, plan), places, plan, info)
 
     def shapes(
         self,

@@ -31,6 +31,7 @@ from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import load_params, load_run
 from jaxpar.train.run_data import load_run_corpus
 from jaxpar.train.runs.folder.run_folder import is_run
+from jaxpar.train.runs.stores import StoreOf, store_of
 from jaxpar.train.step import compile_eval_step
 
 
@@ -112,6 +113,7 @@ def evaluate_folder(
     step: int = 0,
     say: Say = lambda line: None,
     model: AnyModel | None = None,
+    store: StoreOf = store_of,
 ) -> Evaluation:
     """Evaluate a run's checkpoint or a Hugging Face folder.
 
@@ -124,6 +126,7 @@ def evaluate_folder(
       step: the checkpoint of a run; 0 = the best, or the newest where none was evaluated.
       say: receives each note on how the batches run.
       model: the model, where it has parts of one's own; None = that of the config.
+      store: makes the store that keeps the checkpoints, where the run has one of its own.
 
     Raises:
       UserError: there is no checkpoint, it is of another model, there is no validation data, or the
@@ -142,7 +145,7 @@ def evaluate_folder(
     if corpus.val is None:
         raise UserError("there is no validation data: set data.val_path, or data.val_fraction")
     if is_run(folder):
-        step, params = load_run(folder, step, experiment)
+        step, params = load_run(folder, step, experiment, store)
     elif plan.size("stage") > 1:
         raise UserError(f"{folder} is no run, whose layers could lie on stages: use mesh.stage=1")
     else:

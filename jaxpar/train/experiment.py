@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config
 from jaxpar.base.hardware import lowering_platform
 from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import replicated_sharding
 from jaxpar.models import AnyModel
+from jaxpar.parallel.zigzag import TOKENS
 from jaxpar.train.batch import batch_shapes
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.optimizer.given_optimizer import AnyOptimizer, as_optimizer, fingerprint_of
@@ -80,6 +83,21 @@ class Experiment:
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """A training batch as ShapeDtypeStructs with shardings, each [B, S]."""
         return batch_shapes(self.config, self.plan)
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Where each array of a batch [B, S] lives."""
+        return self.plan.sharding(TOKENS)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Where a number lives that every device has."""
+        return replicated_sharding(self.plan)
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """The compiler's options for a training step: ours for its devices, and the config's."""
+        return step_options(self.plan.mesh, self.config.compiler.options)
 
     @cached_property
     def unigram_entropy(self) -> float:

@@ -54,6 +54,7 @@ from jaxpar.train.runs.local_tier import LocalTier
 from jaxpar.train.runs.local_tier.starts import note_start
 from jaxpar.train.runs.locks.run_lock import SharedLock
 from jaxpar.train.runs.orbax_options import longest_save
+from jaxpar.train.runs.stores import StoreOf, store_of
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.state import TrainState
 from jaxpar.train.step import init_state
@@ -155,7 +156,11 @@ class FirstStep(NamedTuple):
 
 
 def open_folder(
-    experiment: Config | Experiment, folder: Path, corpus: Corpus | None, say: Say
+    experiment: Config | Experiment,
+    folder: Path,
+    corpus: Corpus | None,
+    say: Say,
+    store: StoreOf = store_of,
 ) -> OpenRun:
     """Open a run folder, which is made if it is absent.
 
@@ -164,6 +169,7 @@ def open_folder(
       folder: the run folder.
       corpus: the data, if they are already loaded and are not the experiment's.
       say: gets a line for each thing that is otherwise than the user may think.
+      store: makes the store that keeps the checkpoints.
 
     Raises:
       UserError: config, devices or data are bad, or the folder is of another run.
@@ -186,7 +192,7 @@ def open_folder(
     before = compare_run(folder, config, compared.known)
     lock = SharedLock(folder, say)
     try:
-        return _open_locked(experiment, folder, corpus, say, lock, compared, before, teacher)
+        return _open_locked(experiment, folder, corpus, say, store, lock, compared, before, teacher)
     except BaseException:
         lock.close()
         raise
@@ -197,6 +203,7 @@ def _open_locked(
     folder: Path,
     corpus: Corpus,
     say: Say,
+    store: StoreOf,
     lock: SharedLock,
     compared: Compared,
     before: Config | None,
@@ -219,6 +226,7 @@ def _open_locked(
         identity,
         say,
         lock.require,
+        store,
         seconds=longest_save(experiment.state),
     )
     with ExitStack() as stack:  # what works in the background ends where the run is refused

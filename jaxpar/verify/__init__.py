@@ -1,5 +1,5 @@
-"""Is it the same answer? The loss and every gradient are compared with one device's, and wrong ones
-are explained.
+"""The check that a layout gives the same answer: the loss and every gradient are compared with one
+device's, and wrong ones are explained.
 
     verdict = verify.gradients(loss, reference, params, batch, (param_shardings, batch_shardings))
     print(verdict)

@@ -1,5 +1,5 @@
-"""Compares the loss and every gradient of any sharded program with those of a plain function on one
-device.
+"""The comparison of the loss and every gradient of any sharded program with a plain function's on
+one device.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from jaxpar.verify.report import Verdict
 
 _NOISE = 4.0
 _MOST = 1e-3
-"""The tolerance in float32 is `FLOAT32`. For a more sensitive model it is a
-few times the error that the reference's own gradient has when every input is off by an ulp, but
-never as large as a mistake's error."""
+"""The largest tolerance in float32, which is `FLOAT32` for most gradients. For a more sensitive
+model it is a few times the error that the reference's own gradient has when every input is off by
+an ulp, but never as large as a mistake's error."""
 _ULP = 2.0**-23
 
 Loss = Callable[[PyTree, PyTree], jax.Array | tuple[jax.Array, PyTree]]
@@ -45,8 +45,8 @@ def gradients(
     *,
     tolerance: float | None = None,
 ) -> Verdict:
-    """Compare the loss and every gradient of a sharded program with those of a plain function on
-    one device.
+    """Compare the loss and every gradient of a sharded program with a plain function's on one
+    device.
 
     Every copy of a gradient is compared, so that a single wrong replica is seen too. A gradient
     that differs is explained by the known mistake that would turn the right one into it
@@ -60,16 +60,16 @@ def gradients(
       reference: the same function of whole arrays, written as plainly as possible.
       params: a pytree of arrays. Use random values, because zeros and ones hide mistakes.
       batch: a pytree of arrays. Uneven masks and more than one row per shard show more mistakes.
-      shardings: those of params and of batch, each a NamedSharding or a pytree of them, as for
-        `jax.jit`; one mesh.
+      shardings: a pair, for params and for batch, each a NamedSharding or a pytree of them, as
+        `jax.jit` takes them; one mesh.
       tolerance: the largest relative error allowed in the loss and in each gradient. None =
         float32: 1e-5, or up to 1e-3 for a gradient that is more sensitive to rounding of the
         parameters and the batch. A program that computes in bfloat16 is off by about 1e-2. It is
         above 0 and below 1, the error of a gradient that is missing.
 
     Returns:
-      What was found. A gradient that is smaller than what the tolerance allows it to be off by is
-      equal whatever it is, and the verdict names it as too small to tell.
+      The verdict. A gradient that is smaller than what the tolerance allows it to be off by is
+      equal whatever it is, and is named as too small to tell.
 
     Raises:
       UserError: the shardings are not NamedShardings of one mesh or do not divide the arrays, a

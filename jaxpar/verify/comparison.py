@@ -1,8 +1,8 @@
-"""Compares two answers: every copy of the loss and of its gradients that the devices hold, and how
-far each is off.
+"""The comparison of two answers: every copy of the loss and of its gradients that the devices hold,
+and how far each is off.
 
 An error is |got - want| / max(|want|, floor), where |x| is the root mean square. The floor is a
-tenth of the root mean square of the whole gradient. A gradient that is zero by mathematics (that of
+tenth of the root mean square of the whole gradient. A gradient that is zero by mathematics (of
 GPT-2's key bias, because softmax ignores what is added to every score of a row) is nothing but
 rounding, and so has no scale of its own.
 """
@@ -47,7 +47,6 @@ def answer_of(loss: jax.Array, grads: PyTree) -> Answer:
     """Fetch a loss and its gradients from the devices.
 
     Args:
-      loss: the loss, a scalar.
       grads: a tree of gradients, of any shapes.
 
     Returns:
@@ -83,9 +82,6 @@ def by_name(tree: PyTree) -> dict[str, Any]:
 
 def copies(array: jax.Array) -> np.ndarray:
     """Fetch every copy of an array that this process's devices hold.
-
-    Args:
-      array: an array of any sharding.
 
     Returns:
       The copies in the order of the mesh, [copies, *shape], in the array's dtype.
@@ -151,7 +147,6 @@ def compare(
     """Compare every copy of an answer with the reference, and keep the worst of each.
 
     Args:
-      got: the answer under test, with all of its copies.
       want: the reference's answer, which has one copy.
       limits: the largest relative error allowed in each gradient, by parameter name, in the order
         of the rows.
@@ -173,8 +168,8 @@ def compare(
 
 
 def _row(got: Answer, want: Answer, name: str, limit: float) -> GradientRow:
-    """The row of one gradient, which is too small to tell where zeros in its place would be within
-    the limit.
+    """Make the row of one gradient, which is too small to tell where zeros in its place would be
+    within the limit.
     """
     grads = want.grads[name]
     error = relative_error(got, want, name)
@@ -187,7 +182,6 @@ def relative_error(got: Answer, want: Answer, name: str) -> float:
 
     Args:
       got: the answer under test, with all of its copies.
-      want: the reference's answer, which has one copy.
       name: the name of the parameter.
 
     Returns:
@@ -199,15 +193,8 @@ def relative_error(got: Answer, want: Answer, name: str) -> float:
 
 
 def scale_of(want: Answer, name: str) -> float:
-    """Return what the error of a gradient is relative to: its root mean square, or the floor if
-    that is larger.
-
-    Args:
-      want: the reference's answer.
-      name: the name of the parameter.
-
-    Returns:
-      The scale, which is above 0 even where every gradient is zero.
+    """Return the scale of a gradient's error: the gradient's root mean square, or the floor if that
+    is larger.
     """
     whole = np.concatenate([grads.ravel() for grads in want.grads.values()])
     return max(
@@ -218,14 +205,8 @@ def scale_of(want: Answer, name: str) -> float:
 
 
 def distance(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the root mean square of a difference, computed in float64.
-
-    Args:
-      got: an array of any shape.
-      want: an array of the same shape.
-
-    Returns:
-      The distance; infinite where the difference is not finite, and 0 for empty arrays.
+    """Compute the root mean square of a difference in float64; infinite where it is not finite, and
+    0 for empty arrays.
     """
     return _finite(_rms(got.astype(np.float64) - want))
 

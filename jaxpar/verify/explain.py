@@ -1,4 +1,4 @@
-"""Explains how each wrong gradient differs, by running the reference on parts of the batch and on
+"""The explanation of each wrong gradient, by running the reference on parts of the batch and on
 wrong batches.
 """
 
@@ -20,14 +20,14 @@ from jaxpar.verify.mistakes import Evidence, Guess, MistakeKind, diagnose, guess
 from jaxpar.verify.report import GradientRow, Verdict
 
 _ADDS_UP = 1e-3
-"""Contributions count as adding up to the whole up to this relative error; a missing part leaves a
-far larger one.
+"""The relative error up to which contributions add up to the whole; a missing part leaves a far
+larger one.
 """
 
 Gradients = Mapping[str, np.ndarray]
 """Gradients by parameter name, [1, *shape]."""
 Reference = Callable[[PyTree], Answer]
-"""Runs the reference on another batch."""
+"""A function that runs the reference on another batch."""
 Alteration = tuple[MistakeKind, str, Gradients]
 """A kind of mistake, its description in words, and the gradients that the reference gives with
 it.
@@ -55,7 +55,7 @@ def explain(
     sizes: Mapping[str, int] | None = None,
     stacked: Callable[[str], bool] = lambda name: False,
 ) -> Verdict:
-    """Return the verdict with a finding in each wrong row.
+    """Explain each wrong row of a verdict by a finding.
 
     Args:
       verdict: the comparison of `got`, the program's answer with its shardings, and `want`, the
@@ -68,8 +68,8 @@ def explain(
       stacked: tells from a parameter's name whether its first dim counts layers.
 
     Returns:
-      The same verdict, in whose wrong rows `finding` says how the gradient differs, and `layers`
-      which layers do where it is stacked.
+      The verdict, in whose wrong rows `finding` says how the gradient differs, and `layers` which
+      layers do where it is stacked.
     """
     parts, means = _contributions(run, partitions, want)
     others = functools.cache(lambda: list(altered()))
@@ -120,7 +120,7 @@ def _predictions(name: str, altered: Iterable[Alteration]) -> list[Guess]:
 def _contributions(
     run: Reference, partitions: Iterable[Partition], want: Answer
 ) -> tuple[list[tuple[str, str, Gradients]], list[Alteration]]:
-    """Return what each part, a `shard` or a `microbatch`, contributes, and the means of parts that
+    """Compute what each part, a `shard` or a `microbatch`, contributes, and the means of parts that
     do not add up.
 
     The parts add up as they are if the loss is a sum, and divided by their number if it is a mean

@@ -1,4 +1,4 @@
-"""What `verify.gradients` is given, checked before anything is differentiated."""
+"""Checks of what `verify.gradients` is given, before anything is differentiated."""
 
 from __future__ import annotations
 
@@ -67,13 +67,11 @@ def _read(leaf: Any, name: str) -> np.ndarray:
 
 
 def place_by(shardings: PyTree, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-    """Return a sharding for each array of the parameters and of the batch.
+    """Give each array of the parameters and of the batch a sharding.
 
     Args:
       shardings: a pair for params and for batch; each is one sharding for all of its arrays, or a
         tree of them.
-      params: the tree of parameters.
-      batch: the tree of the batch.
 
     Returns:
       A pair of trees of the forms of `params` and `batch`, with a sharding in place of each array.
@@ -95,8 +93,6 @@ def require_split(params: PyTree, batch: PyTree, placed: tuple[PyTree, PyTree]) 
     """Refuse arrays that their shardings do not divide.
 
     Args:
-      params: the tree of parameters.
-      batch: the tree of the batch.
       placed: the shardings of both, as `place_by` returns them.
 
     Raises:
@@ -126,15 +122,10 @@ def makes_gradients(loss: Callable[..., Any], params: PyTree, batch: PyTree) -> 
 
     Args:
       loss: `(params, batch)` -> a scalar, or (scalar, gradients).
-      params: the tree of parameters.
-      batch: the tree of the batch.
-
-    Returns:
-      True where the loss returns `(scalar, gradients)`, and False where it returns a scalar.
 
     Raises:
       UserError: it returns anything else, such as `(scalar, metrics)`, or gradients whose names or
-        shapes are not those of params.
+        shapes differ from params.
     """
     out = jax.eval_shape(loss, params, batch)
     own = isinstance(out, tuple) and len(out) == 2
@@ -159,8 +150,6 @@ def require_scalar(reference: Callable[..., Any], params: PyTree, batch: PyTree)
 
     Args:
       reference: `(params, batch)` -> the loss.
-      params: the tree of parameters.
-      batch: the tree of the batch.
 
     Raises:
       UserError: it returns anything else than one floating point number.
@@ -179,5 +168,5 @@ def _is_scalar(out: Any) -> bool:
 
 
 def _shapes(tree: PyTree) -> dict[str, Any]:
-    """The shapes of the arrays of a tree by their paths."""
+    """List the shapes of the arrays of a tree by their paths."""
     return {name: getattr(leaf, "shape", None) for name, leaf in by_name(tree).items()}

@@ -1,4 +1,4 @@
-"""Finds how a wrong gradient is wrong: each known mistake predicts a gradient from the right one,
+"""The known mistakes that may make a gradient wrong: each predicts a gradient from the right one,
 and one may fit.
 
 The hypothesis that leaves the least of the difference unexplained is the finding. This is pure
@@ -72,14 +72,8 @@ class Evidence:
     copies: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def of_layers(self, layers: Sequence[int]) -> Evidence:
-        """Return the evidence of some layers only, which dim 0 counts.
-
-        Args:
-          layers: the numbers of the layers, from 0.
-
-        Returns:
-          The same evidence with only these layers in every array. `split` still says how all layers
-          were split.
+        """Return the evidence of some layers only, numbered from 0, which dim 0 counts. `split`
+        still says how all layers were split.
         """
         pick = list(layers)
         guesses = [(kind, says, value[pick]) for kind, says, value in self.guesses]
@@ -90,24 +84,25 @@ class Evidence:
 
 
 class Finding(NamedTuple):
-    """How a gradient differs."""
+    """The way in which a gradient differs."""
 
     kind: MistakeKind
     says: str
     """The mistake in words that follow "the gradient is "."""
     residual: float
-    """The norm of what this leaves unexplained over the norm of the difference; 1 = nothing is
-    explained.
+    """The norm of what the mistake leaves unexplained over the norm of the difference; 1 = nothing
+    is explained.
     """
 
     @property
     def fits(self) -> bool:
-        """Whether this explains the difference and is not only the nearest guess."""
+        """Whether the mistake explains the difference and is not only the nearest guess."""
         return self.residual <= FITS
 
 
 def diagnose(evidence: Evidence, layers: Sequence[int] | None = None) -> Finding:
-    """Return the hypothesis that explains a wrong gradient best.
+    """Find the hypothesis that explains a wrong gradient best; `unknown`, with the nearest named,
+    if none does.
 
     The layers that differ are explained together, or else the last of them alone, because a mistake
     there is passed back to the layers before it.
@@ -116,9 +111,6 @@ def diagnose(evidence: Evidence, layers: Sequence[int] | None = None) -> Finding
       evidence: the wrong gradient, the right one, and what may tell how they differ.
       layers: the numbers of the layers that differ, for a gradient that is stacked over layers
         along dim 0; None or empty = take it as a whole.
-
-    Returns:
-      The finding; where no hypothesis fits, it is `unknown` and names the nearest.
     """
     if not layers:
         return _diagnose(evidence)
@@ -248,17 +240,13 @@ def guesses_of_part(
     value: np.ndarray,
     want: np.ndarray,
 ) -> list[Guess]:
-    """Return what a gradient would be if one contribution to it stood alone, were counted twice or
-    were left out.
+    """Guess that one contribution to a gradient stands alone, is counted twice or is left out.
 
     Args:
       what: `microbatch`, or `shard` where a sum over a mesh axis adds the contributions up.
       name: what the contribution is called, say `shard 0 of data`.
       value: the contribution, of the gradient's shape.
       want: the whole gradient of the reference.
-
-    Returns:
-      Three guesses: the part alone, the part twice, and the rest without it.
     """
     missing: MistakeKind = "sum missing" if what == "shard" else "microbatch"
     doubled: MistakeKind = "sum doubled" if what == "shard" else "microbatch"
@@ -303,8 +291,8 @@ def _differing_copies(evidence: Evidence, difference: float) -> list[Finding]:
 
 
 def _is_rounding(evidence: Evidence) -> bool:
-    """Whether the errors are small, do not follow the reference and are not gathered in a few
-    places.
+    """Return whether the errors are small, do not follow the reference and are not gathered in a
+    few places.
     """
     got = _wide(evidence.got)
     want = _wide(evidence.want)

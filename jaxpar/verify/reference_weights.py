@@ -1,5 +1,5 @@
-"""Makes of a weight what multiplies, as plain mathematics on one device: the reference of the views
-of `jaxpar.parallel.linear.weight_view`.
+"""The reference of the views of `jaxpar.parallel.linear.weight_view`: the array that a weight
+multiplies with, as plain mathematics on one device.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ from jaxpar.parallel.linear.weight_view import Weight, WeightView
 
 
 def weight_array(weight: Weight, summed: range) -> Array:
-    """Return what multiplies.
+    """Compute the array that a weight multiplies with; its gradient is the stored array's.
 
     Args:
       weight: an array, or a view of one.
       summed: the dims that a matmul sums over, next to each other.
-
-    Returns:
-      The array; its gradient is that of the stored one.
 
     Raises:
       UserError: the form of a view has no reference here.
@@ -51,14 +48,14 @@ def weight_array(weight: Weight, summed: range) -> Array:
 
 
 def _where_kept(matrix: Array, kept: Array, block: tuple[int, int]) -> Array:
-    """Zeros for the blocks that are not kept; each entry looks its block up."""
+    """Put zeros for the blocks that are not kept; each entry looks its block up."""
     row = jnp.arange(matrix.shape[-2]) // block[0]
     column = jnp.arange(matrix.shape[-1]) // block[1]
     return jnp.where(kept[..., row[:, None], column], matrix, 0)
 
 
 def _by_place(matrix: Array, form: CyclicBlocks) -> Array:
-    """The blocks of a cyclic pattern, built from one period."""
+    """Keep the blocks of a cyclic pattern, built from one period."""
     counts = [size // side for size, side in zip(matrix.shape[-2:], form.block, strict=True)]
     period = np.zeros((form.m, form.m), bool)
     for column in range(form.m):
@@ -68,7 +65,9 @@ def _by_place(matrix: Array, form: CyclicBlocks) -> Array:
 
 
 def _largest(matrix: Array, form: NOfM) -> Array:
-    """The n largest blocks of each m neighbours of a column of blocks, found by sorting them."""
+    """Keep the n largest blocks of each m neighbours of a column of blocks, found by sorting
+    them.
+    """
     *outer, rows, columns = matrix.shape
     down, across = form.block
     blocks = matrix.reshape(*outer, rows // down, down, columns // across, across)

@@ -1,4 +1,4 @@
-"""Reports what a comparison found: a row for each parameter, a table and a line of text."""
+"""The report of a comparison: a row for each parameter, a table and a line of text."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class GradientRow(NamedTuple):
         return "not explained"
 
     def as_json(self) -> dict[str, Any]:
-        """This gradient as an object of JSON: see `Verdict.as_json`."""
+        """Write this gradient as an object of JSON, as in `Verdict.as_json`."""
         if self.finding:
             mistake = self.finding.kind
         else:
@@ -152,7 +152,7 @@ class Verdict:
         return f"DIFFERS: {self.difference}"
 
     def as_json(self) -> dict[str, Any]:
-        """This comparison as an object of JSON: `name`, `equal`, the `loss` and a list of
+        """Write this comparison as an object of JSON: `name`, `equal`, the `loss` and a list of
         `gradients`, each with its `error` and the `limit` that it is held to. An error that is no
         finite number is null.
         """
@@ -225,5 +225,5 @@ def _sizes(row: GradientRow) -> str:
 
 
 def _finite(error: float) -> float | None:
-    """An error as JSON has it, which knows no infinity."""
+    """Convert an error for JSON, which knows no infinity."""
     return error if math.isfinite(error) else None

@@ -35,6 +35,7 @@ from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.base.toml import presets, to_toml
 from jaxpar.kernels.attention import libraries
 from jaxpar.kernels.attention.call import Call
+from jaxpar.kernels.attention.kernel import AttentionRequest
 from jaxpar.kernels.masks import Causal
 from jaxpar.models import Model
 from jaxpar.rehearse.targets import load_target
@@ -264,5 +265,5 @@ def test_a_gpu_repeats_to_the_bit_where_xla_is_told_to(
     monkeypatch.setenv("XLA_FLAGS", flags)
     assert repeats_to_the_bit(platform) == repeats
     call = (np.zeros((1, 8, 2, 64), jnp.bfloat16),) * 2
-    why = libraries.refusal("cudnn", *call, Causal(), Call(), "gpu")
+    why = libraries.refuse_cudnn(AttentionRequest(*call, Causal(), Call()), "gpu")
     assert ("repeat to the bit" in why) == (platform == "gpu" and repeats)

@@ -30,7 +30,8 @@ from jaxpar.base.compiler import once_options, program_options
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.kernels.attention.call import Call
-from jaxpar.kernels.attention.dispatch import AttentionRequest, choose
+from jaxpar.kernels.attention.dispatch import choose
+from jaxpar.kernels.attention.kernel import AttentionRequest
 from jaxpar.kernels.masks import Causal
 from jaxpar.rehearse.targets import load_target
 

@@ -4,16 +4,21 @@ import pytest
 
 from jaxpar.base.config import Config, override, parse
 from jaxpar.base.errors import UserError
-from jaxpar.base.key_aliases import _MEANS, suggest_preset
+from jaxpar.base.field_marks import Called, marks_of
+from jaxpar.base.key_aliases import suggest_preset
 from jaxpar.base.layout.mesh import make_mesh
-from jaxpar.base.toml import flatten, presets
+from jaxpar.base.toml import presets
 from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs
 
 
-def test_every_meaning_is_a_key() -> None:
-    """Or the flag of the run folder; and no word is a whole key of its own."""
-    assert set(_MEANS.values()) - flatten(Config()).keys() == {"run"}
+def test_a_word_means_one_setting() -> None:
+    """But for AdamW's numbers, which Adam has too."""
+    marked = marks_of(Config, Called)
+    words = [
+        word for key in marked for word in marked[key][-1].words.split() if ".adam." not in key
+    ]
+    assert len(words) == len(set(words)) and all(word == word.lower() for word in words)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +34,7 @@ def test_every_meaning_is_a_key() -> None:
         ("--mesh tensor=2", "--mesh.tensor 2"),
         ("--mesh.tp 2", "--mesh.tensor"),
         ("--tensor-model-parallel-size 2", "--mesh.tensor"),
+        ("--adam_beta1 0.9", "--optimizer.adamw.beta1"),
         ("--steps 20", "--train.steps"),
         ("--batch-size 8", "--train.batch"),
         ("--per_device_train_batch_size 8", "--train.batch"),

@@ -21,16 +21,22 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.data.corpus import load_corpus
 from jaxpar.data.sources import register_source
+from jaxpar.kernels import register_kernel
 from jaxpar.kernels.masks import Causal, Dilated
 from jaxpar.models.masks import WORDS, MaskWord, layer_masks, register_mask
 from jaxpar.parallel.linear.ring_matmul import Lane, register_form
 from jaxpar.parallel.pipeline import register_schedule
 from jaxpar.rehearse.report.lint import LINTS, Finding, LintedStep, find_all, register_lint
+from jaxpar.train.optimizer.learning_rate import register_rate
+from jaxpar.train.optimizer.named_optimizers import register_optimizer
 from jaxpar.train.sinks import Sink, register_sink
 
 NAME = "of-a-test"
 TABLES = (
     registry.FORMS,
+    registry.KERNELS,
+    registry.OPTIMIZERS,
+    registry.RATES,
     registry.SCHEDULES,
     registry.SINKS,
     registry.SOURCES,
@@ -50,6 +56,9 @@ def _take_out() -> Iterator[None]:
 
 DECORATORS: list[Any] = [
     register_form,
+    register_optimizer,
+    register_rate,
+    register_kernel,
     register_schedule,
     register_sink,
     register_source,

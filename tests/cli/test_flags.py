@@ -42,7 +42,6 @@ def test_every_field_is_read_back_as_it_was_written(name):
 
 
 def test_help_lists_every_flag_and_no_other(capsys):
-    """The help is tyro's, and the flags are read by ours."""
     with pytest.raises(SystemExit):
         main(["train", "tiny", "--help", "all"])
     listed = set(re.findall(r"^\W*(--[a-z].*?)(?=\s)", capsys.readouterr().out, re.MULTILINE))

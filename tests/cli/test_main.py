@@ -145,7 +145,7 @@ def test_help_lists_every_command(run):
 
 
 def test_what_needs_no_jax_does_not_wait_for_it():
-    """Nor for numpy, tyro and rich; the names of `jaxpar` come when they are asked for, and
+    """Nor for numpy and rich; the names of `jaxpar` come when they are asked for, and
     mistakes are told.
     """
     words = ["--help", "--version", "configs", "meshes", "trian", "configs tiny"]
@@ -153,7 +153,7 @@ def test_what_needs_no_jax_does_not_wait_for_it():
 import sys, jaxpar
 from jaxpar.cli.main import main
 codes = [main(line.split()) for line in {words}]
-print(codes, {{"jax", "numpy", "tyro", "rich"}} & set(sys.modules))
+print(codes, {{"jax", "numpy", "rich"}} & set(sys.modules))
 from jaxpar import *
 print(jaxpar.base.layout.mesh.MeshSpec is MeshSpec, set(jaxpar.__all__) <= set(globals()), hasattr(jaxpar, "Confgi"))
 """
@@ -283,7 +283,7 @@ def test_help_of_a_command_shows_its_usage_and_flags(command, flag, capsys):
 def test_help_shows_the_values_of_the_config_that_is_named(capsys):
     with pytest.raises(SystemExit):
         main(["train", "tiny", "--help", "train"])
-    assert "(default: 300)" in capsys.readouterr().out
+    assert "default: 300)" in capsys.readouterr().out
 
 
 def test_help_is_short_and_lists_the_tables(capsys):
@@ -300,7 +300,7 @@ def test_help_on_tables(capsys, refused):
     with pytest.raises(SystemExit):
         main(["train", "tiny", "--help", "kernels", "model.lora"])
     shown = capsys.readouterr().out
-    assert re.search(r"--kernels.attention {auto,.*reference}\n", shown)
+    assert "--kernels.attention STR" in shown and "One of auto, cudnn, pallas_gpu" in shown
     assert "[model.lora]  Low-rank adaptation" in shown and "--model.layers" not in shown
     assert "no help on 'modle' (did you mean 'model'?)" in refused(
         "train", "tiny", "--help", "modle"

@@ -118,8 +118,8 @@ def test_a_config_is_checked_by_what_is_registered(own: None) -> None:
         check(override(Config(), {"data.source": "square"}))
     changes = {"data.source": "counting", "data.stride": 3, "data.column": "body"}
     idle = dict(idle_keys(override(Config(), changes)))
-    assert re.match(r"it is for data.source stdlib, text, .*squares$", idle["data.stride"])
-    assert re.match(r"it is for data.source hf, parquet(, |$)", idle["data.column"])
+    assert re.search(r": it is for data.source stdlib, text, .*squares$", idle["data.stride"])
+    assert re.search(r": it is for data.source hf, parquet(, |$)", idle["data.column"])
     changes = {"data.source": "squares", "data.stride": 3}
     assert "data.stride" not in dict(idle_keys(override(Config(), changes)))
 

@@ -93,6 +93,7 @@ def save_late(folder: Path) -> None:
     from orbax.checkpoint._src.path import atomicity
 
     from jaxpar.base.config import CheckpointConfig
+    from jaxpar.train.runs.stores import OwnDiskStore
     from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
     state = rows_of_two()
@@ -105,7 +106,8 @@ def save_late(folder: Path) -> None:
     if jax.process_index() == 0:
         atomicity.AtomicRenameTemporaryPath.create = late
     own = folder / str(jax.process_index())
-    checkpoints = TrainingCheckpoints(own, CheckpointConfig(keep=2, keep_best=False), own_disk=True)
+    config = CheckpointConfig(keep=2, keep_best=False)
+    checkpoints = TrainingCheckpoints(own, config, store=OwnDiskStore)
     checkpoints.save(1, state, {"place": 1})
     checkpoints.close()
     print(f"saved {[path.name for path in own.iterdir()]}", flush=True)

@@ -218,6 +218,46 @@ def outcome(folder: Path, *flags: str, number: int = 0) -> tuple[int, int, str]:
     return code, said.count("versions  "), said
 
 
+# the nodes are started from here, where JAX has threads
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*_at_fork")
+@pytest.mark.long
+def test_a_run_goes_on_with_the_nodes_that_are_left_and_takes_one_that_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("JAXPAR_TEST", str(tmp_path))  # of what the nodes start
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        cluster.add_node(num_cpus=1)
+        goes = cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        flags = ["--elastic=1:2", "--max-failures=3", "--mesh.data=-1", "--train.steps=400"]
+        address = f"--address={cluster.address}"
+        run = Launched(tmp_path / "run", *flags, address, mark=str(tmp_path))
+        steps = run.steps()
+        while next(steps) < 12:
+            pass
+        cluster.remove_node(goes, allow_graceful=False)
+        while not any("1 process in place of 2" in line for line in run.said):
+            next(steps)
+        while next(steps) < 40:
+            pass
+        cluster.add_node(num_cpus=1)
+        os.kill(run.workers()[0], signal.SIGKILL)
+        while not any("2 processes in place of 1" in line for line in run.said):
+            next(steps)
+        assert run.end() == 0, "".join(run.said[-20:])
+    finally:
+        cluster.shutdown()
+    said = "".join(run.said)
+    assert "waiting for" not in said and "Traceback" not in said
+    rows = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 401))
+    devices = [row["devices"] for row in rows]
+    assert devices[0] == 2 and 1 in devices and devices[-1] == 2
+
+
 GONE = {
     "killed": signal.SIGKILL,
     "aborted": signal.SIGABRT,

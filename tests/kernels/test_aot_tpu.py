@@ -18,7 +18,8 @@ from jaxpar.hlo.program.tasks import walk
 from jaxpar.hlo.read import read_program
 from jaxpar.kernels.masks import Causal
 from jaxpar.models import Model
-from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.mesh_ops import MeshOps
+from jaxpar.parallel.ops import AttentionCall
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.batch import batch_shapes
 from jaxpar.train.experiment import Experiment
@@ -97,11 +98,11 @@ def test_heads_of_64_are_not_copied_between_linears_and_attention() -> None:
         columns: list[jax.Array],
         out: jax.Array,
     ) -> jax.Array:
-        q, k, v = Ops(plan).column_linear(x_BSD, columns, (heads,) * 3)
+        q, k, v = MeshOps(plan).column_linear(x_BSD, columns, (heads,) * 3)
         return jnp.sum(
             jnp.square(
-                Ops(plan).row_linear(
-                    Ops(plan).attention(q, k, v, Causal()),
+                MeshOps(plan).row_linear(
+                    MeshOps(plan).attention(AttentionCall(q, k, v, Causal())),
                     out,
                     heads,
                 )

@@ -29,7 +29,7 @@ def test_a_kernel_that_is_there_for_want_of_cudnn_says_so(
 ) -> None:
     monkeypatch.setattr(libraries, "has_cudnn", lambda: installed)
     # jax's own needs the library to be traced
-    monkeypatch.setitem(dispatch.LIBRARIES, "cudnn", lambda q, *_: q)
+    monkeypatch.setattr(libraries, "cudnn", lambda q, *_: q)
     found = libraries.stand_ins_in(names_of(Causal(), "bfloat16"))
     assert found == ([] if installed else ["pallas_gpu"])
 

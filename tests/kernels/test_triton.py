@@ -27,6 +27,7 @@ from jaxpar.base.hardware import CHIPS, load_chip
 from jaxpar.base.toml import presets
 from jaxpar.kernels.attention import dispatch, triton, triton_kernels
 from jaxpar.kernels.attention.call import Call, Unserved, reference
+from jaxpar.kernels.attention.kernel import AttentionRequest
 from jaxpar.kernels.attention.triton_tiles import Tile, TileSizes, tile_sizes_for, tile_sizes_here
 from jaxpar.kernels.masks import (
     EMPTY,
@@ -341,7 +342,7 @@ def test_gpus_before_ampere_are_refused(
 ) -> None:
     """The GPU that it is compiled for decides, and that which is here where none is named."""
     one = jax.ShapeDtypeStruct((1, 64, 4, 64), jnp.bfloat16)
-    request = dispatch.AttentionRequest(
+    request = AttentionRequest(
         one,
         one,
         Causal(),

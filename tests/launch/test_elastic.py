@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.cli.main import main
-from jaxpar.launch.elastic import Sizes, elastic_sizes, read_range
+from jaxpar.launch.elastic import Sizes, count_places, elastic_sizes, fit_elastic, read_range
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.runs.folder.run_folder import resized_note
 
@@ -104,3 +108,127 @@ def test_a_run_says_that_its_layout_is_another() -> None:
         "train.batch=8 and the order of the data stay"
     )
     assert not resized_note(now, now)
+
+
+def node(alive: bool = True, **has: float) -> dict[str, Any]:
+    return {"Alive": alive, "Resources": has}
+
+
+@pytest.mark.parametrize(
+    ("needed", "free_only", "places"),
+    [
+        ({"CPU": 1}, False, 7),
+        ({"CPU": 1}, True, 5),
+        ({"GPU": 8}, False, 1),  # eight of one node, not four of each of two
+        ({"GPU": 8}, True, 0),
+        ({"GPU": 4, "CPU": 2}, False, 3),
+        ({"TPU": 4}, False, 0),
+    ],
+)
+def test_places_are_those_of_the_nodes_that_are_there(
+    needed: dict[str, float], free_only: bool, places: int
+) -> None:
+    nodes = [node(CPU=4.0, GPU=8.0), node(CPU=3.0, GPU=4.0), node(False, CPU=9.0, GPU=9.0)]
+    free = {"CPU": 5.0, "GPU": 4.0}
+    ray = SimpleNamespace(nodes=lambda: nodes, available_resources=lambda: free)
+    assert count_places(ray, needed, free_only) == places
+
+
+class Cluster:
+    """A cluster whose places and failures are told beforehand, one after another."""
+
+    def __init__(self, places: list[int], failures: list[Exception | None]):
+        self.places = places
+        self.failures = failures
+        self.counted_free: list[bool] = []
+        self.started: list[int] = []
+        self.said: list[str] = []
+
+    def count(self, free_only: bool) -> int:
+        self.counted_free.append(free_only)
+        return self.places.pop(0)
+
+    def trainer(self, size: int) -> SimpleNamespace:
+        def fit() -> str:
+            self.started.append(size)
+            failure = self.failures.pop(0)
+            if failure is not None:
+                raise failure
+            return "done"
+
+        return SimpleNamespace(fit=fit)
+
+    def fit(self, max_failures: int, join_seconds: float = 60.0) -> str:
+        sizes = elastic_sizes(small(), 1, 4)
+        return fit_elastic(
+            self.trainer, sizes, self.count, max_failures, join_seconds, self.said.append
+        )
+
+
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Exception]:
+    """Ray's failures: of processes, or of what its controller met, by the name of its class."""
+    train = pytest.importorskip("ray.train")
+    # the names that no public module has: gone with a version of Ray, they fail here
+    own = pytest.importorskip("ray.train.v2._internal.exceptions")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+    def make(controller: str = "") -> Exception:
+        if not controller:
+            return train.WorkerGroupError("gone", {0: RuntimeError("gone")})
+        if controller.startswith("WorkerGroup"):
+            kind = getattr(own, controller)
+            return train.ControllerError(kind.__new__(kind))
+        return train.ControllerError(ModuleNotFoundError("mine"))
+
+    return make
+
+
+def test_each_start_takes_the_largest_number_that_has_room(failures) -> None:
+    lost, no_room = failures(), failures("WorkerGroupStartupTimeoutError")
+    cluster = Cluster([2, 4, 3, 4, 1, 9], [lost, lost, no_room, lost, None])
+    assert cluster.fit(max_failures=3) == "done"
+    assert cluster.started == [4, 2, 4, 1, 4]
+    # after a start that found no room, what others have is left out
+    assert cluster.counted_free == [False, False, False, False, True, False]
+    assert cluster.said == [
+        "waiting for 4 processes: the Ray cluster has room for 2",
+        "4 processes: mesh data=4, train.accumulation=1",
+        f"3 processes have room and cannot serve ({elastic_sizes(small(), 1, 4).refused[3]})",
+        "2 processes in place of 4: mesh data=2, train.accumulation=2",
+        "4 processes in place of 2: mesh data=4, train.accumulation=1",
+        "1 process in place of 2: mesh of 1 device, train.accumulation=4",
+        "4 processes in place of 1: mesh data=4, train.accumulation=1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "no_room", ["WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError"]
+)
+def test_a_first_start_that_found_no_room_still_waits_for_the_most(failures, no_room: str) -> None:
+    cluster = Cluster([4, 2, 2, 4], [failures(no_room), None])
+    assert cluster.fit(max_failures=0) == "done"
+    assert cluster.started == [4, 4]
+    assert cluster.counted_free == [False, True, True, True]
+    assert "waiting for 4 processes: the Ray cluster has room for 2" in cluster.said
+
+
+def test_the_first_start_waits_no_longer_than_it_may_and_a_later_one_until_one_can_serve(
+    failures,
+) -> None:
+    cluster = Cluster([2, 0, 0, 1], [failures(), None])
+    assert cluster.fit(max_failures=1, join_seconds=0.0) == "done"
+    assert cluster.started == [2, 1]
+    assert cluster.said.count("waiting for 1 process: the Ray cluster has room for 0") == 1
+
+
+def test_what_fails_too_often_or_cannot_begin_is_raised(failures) -> None:
+    lost = failures()
+    cluster = Cluster([4] * 3, [lost] * 3)
+    with pytest.raises(type(lost)):
+        cluster.fit(max_failures=2)
+    assert cluster.started == [4, 4, 4]
+    broken = failures("ModuleNotFoundError")
+    cluster = Cluster([4], [broken])
+    with pytest.raises(type(broken)):
+        cluster.fit(max_failures=2)

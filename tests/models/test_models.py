@@ -25,7 +25,8 @@ from jaxpar.models import Model
 from jaxpar.models.positions import _quarter_turn, _quarter_turn_by_matmul, count_positions
 from jaxpar.models.transformer import Block
 from jaxpar.parallel.cross_entropy import LossSums
-from jaxpar.parallel.ops import ops_without_plan
+from jaxpar.parallel.domino import LayerInfo, Places
+from jaxpar.parallel.mesh_ops import ops_without_plan
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -120,7 +121,7 @@ def test_a_position_depends_on_itself_and_the_past_only(config: ModelConfig) -> 
     positions = jnp.broadcast_to(jnp.arange(16), ids.shape)
 
     def seen(x_BSD: jax.Array) -> jax.Array:
-        return jnp.sum(model.block(layer, x_BSD, positions, None, ONE)[0][0, 9])
+        return jnp.sum(model.block(layer, x_BSD, Places(positions), ONE)[0][0, 9])
 
     influence_S = jnp.max(
         jnp.abs(jax.jit(jax.grad(seen))(x_BSD)[0]),
@@ -231,11 +232,11 @@ def test_layers_of_several_kinds_take_turns(plan: Plan) -> None:
     def one_by_one(layers: Any, x_BSD: jax.Array) -> jax.Array:
         for i in range(5):
             layer = jax.tree.map(lambda leaf, i=i: leaf[i], layers)
-            x_BSD, _ = model.block(layer, x_BSD, positions, None, plan, kind=i % 2)
+            x_BSD, _ = model.block(layer, x_BSD, Places(positions), plan, LayerInfo(kind=i % 2))
         return x_BSD
 
     def together(layers: Any, x_BSD: jax.Array) -> jax.Array:
-        return model.blocks(layers, x_BSD, positions, None, plan)[0]
+        return model.blocks(layers, x_BSD, Places(positions), plan)[0]
 
     x_BSD = model.embed(params, ids, positions, ONE)
     ours, want = (

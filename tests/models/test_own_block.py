@@ -21,10 +21,11 @@ from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.base.layout.plan import Plan
 from jaxpar.kernels import masks
 from jaxpar.models import Block, Model
+from jaxpar.parallel.ops import AttentionCall
 from jaxpar.train.activations import activations, unnamed_bytes
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import plan_notes
-from jaxpar.train.restore import beside_state, load_run
+from jaxpar.train.restore import load_run, state_metadata
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import init_state
 
@@ -70,7 +71,7 @@ class ParallelBlock(nnx.Module):
         q, k, v, up = ops.column_linear(
             self.norm(x_BSD), weights, [HEADS, KV_HEADS, KV_HEADS, MLP], seq="attention_seq"
         )
-        seen = ops.attention(q, k, v, masks.Causal(), segments_BS)
+        seen = ops.attention(AttentionCall(q, k, v, masks.Causal(), segments_BS))
         attended = ops.row_linear(seen, self.mix[...], HEADS, seq="attention_seq")
         return x_BSD + attended + ops.row_linear(jax.nn.gelu(up), self.down[...], MLP)
 
@@ -188,7 +189,7 @@ def test_a_checkpoint_is_not_read_as_a_model_of_other_parts(tmp_path: Path) -> N
     own = experiment_of(Backwards)
     state = init_state(own)
     checkpoints = TrainingCheckpoints(tmp_path / "checkpoints", own.config.checkpoint)
-    checkpoints.save(1, state, beside_state(own, None, None, None))
+    checkpoints.save(1, state, state_metadata(own, None, None, None))
     checkpoints.close()
     _, params = load_run(tmp_path, 1, own)
     jax.tree.map(np.testing.assert_array_equal, params, state.params)

@@ -22,6 +22,7 @@ from jaxpar.base.layout.sharding import Layout
 from jaxpar.models import Block, Model
 from jaxpar.models.hf import import_hf
 from jaxpar.models.hf.export import export_hf
+from jaxpar.parallel.domino import Places
 
 LLAMA = ModelConfig(
     family="llama", vocab_size=40, layers=2, embed=16, heads=4, kv_heads=2, mlp=32, max_seq_len=16
@@ -94,7 +95,7 @@ def test_a_list_of_modules_keeps_its_order_beyond_ten() -> None:
 
     model = Model(LLAMA, blocks=Scales)
     layer = jax.tree.map(lambda leaf: leaf[0], model.init(jax.random.key(0))["blocks"])
-    got, routed = model.block(layer, jnp.zeros((1, 1, 16)), TOKENS[:1, :1], None, ONE)
+    got, routed = model.block(layer, jnp.zeros((1, 1, 16)), Places(TOKENS[:1, :1]), ONE)
     assert routed is None
     np.testing.assert_array_equal(got, sum(n * n for n in range(12)))
 
@@ -118,7 +119,7 @@ def test_a_block_alone_is_that_of_the_model_on_one_device(family: str) -> None:
     got = jax.jit(block)(x_BSD)
     layer = nnx.to_pure_dict(nnx.state(block))
     positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
-    want, _ = jax.jit(lambda x: model.block(layer, x, positions, None, ONE))(x_BSD)
+    want, _ = jax.jit(lambda x: model.block(layer, x, Places(positions), ONE))(x_BSD)
     np.testing.assert_array_equal(got, want)
 
 

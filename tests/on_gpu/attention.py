@@ -22,6 +22,7 @@ from jaxpar.base.jax_compat import compiler_message
 from jaxpar.bench.measure import BenchRow, alternate
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
+from jaxpar.kernels.attention.kernel import AttentionRequest
 from jaxpar.kernels.masks import (
     EMPTY,
     Causal,
@@ -76,7 +77,7 @@ def attention_rows(
     q, k, v, dout = (
         jnp.asarray(rng.standard_normal((B, S, heads, h)), jnp.bfloat16) for _ in range(4)
     )
-    request = dispatch.AttentionRequest(q, k, mask, Call(), with_lse=False)
+    request = AttentionRequest(q, k, mask, Call(), with_lse=False)
     ready: dict[str, Callable[[], object]] = {}
     for implementation in implementations:
         why = dispatch.refusal(implementation, request, jax.default_backend())

@@ -26,6 +26,7 @@ from on_gpu.stopwatch import durations, ready_step, time_once
 from on_gpu.tiles import OTHERS, tile_rows
 from on_gpu.training import guard_rows, killed_rows, loop_rows, repeated_rows
 
+from jaxpar.base import registry
 from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.config.checks import check
 from jaxpar.base.console import console
@@ -39,6 +40,7 @@ from jaxpar.cli.main import fail
 from jaxpar.hlo.program.tasks import Task
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call, Unserved, reference
+from jaxpar.kernels.attention.kernel import AttentionRequest
 from jaxpar.kernels.masks import Causal, Mask
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.rehearse.targets import Target, load_target
@@ -88,7 +90,8 @@ def _kernel(
     odd = mask_name == "odd lengths"
     S, T = (S - 13, S + 7) if odd else (S, S)
     mask = Causal(T - S) if odd else MASKS[mask_name](B, S)
-    ours = kernel in dispatch.PAIRS
+    pair = registry.KERNELS[kernel]
+    ours = pair.merges
     rng = np.random.default_rng(0)
     call = Call(interpret=small and ours)
     shapes = (
@@ -107,7 +110,7 @@ def _kernel(
     on = "gpu" if ours else jax.default_backend()  # ours are interpreted on a CPU, cuDNN is not
     if why := dispatch.refusal(
         kernel,
-        dispatch.AttentionRequest(given[0], given[1], mask, call, ours),
+        AttentionRequest(given[0], given[1], mask, call, ours),
         on,
     ):
         raise Unserved(why)
@@ -116,11 +119,8 @@ def _kernel(
         q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array
     ) -> tuple[jax.Array | None, ...]:
         if not ours:
-            out, pull = jax.vjp(
-                lambda q, k, v: dispatch.LIBRARIES[kernel](q, k, v, mask, call), q, k, v
-            )
+            out, pull = jax.vjp(lambda q, k, v: pair.forward(q, k, v, mask, call), q, k, v)
             return out, None, *pull(dout)
-        pair = dispatch.pair(kernel)
         out, lse = pair.forward(q, k, v, mask, call)
         delta = (
             jnp.einsum("bshd,bshd->bhs", dout.astype(jnp.float32), out.astype(jnp.float32)) - dlse

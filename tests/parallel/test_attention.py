@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from attention_cases import EVERY_MASK, Answer, Case, answer, assert_right, inputs
 
-from jaxpar.base.config import KernelsConfig, ModelConfig
+from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.layout.plan import Context, Overlap, Plan
@@ -26,13 +26,16 @@ from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.hlo.origin import decode
 from jaxpar.kernels.attention import chunked, dispatch, libraries
 from jaxpar.kernels.attention.call import DEFAULT, Call, Unserved, reference
+from jaxpar.kernels.attention.kernel import AttentionRequest
 from jaxpar.kernels.attention.libraries import kernel_cost
 from jaxpar.kernels.masks import Causal, First, Full, Mask, Segments, Window, bigbird
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention
 from jaxpar.parallel.context import kernel_for
-from jaxpar.parallel.ops import Ops, split_of
-from jaxpar.parallel.sequence_halves import ops_of_parts
+from jaxpar.parallel.domino import Places
+from jaxpar.parallel.mesh_ops import MeshOps, split_of
+from jaxpar.parallel.ops import AttentionCall, Ops
+from jaxpar.parallel.sequence_halves import attend_in_first_half, run_parts
 from jaxpar.verify.reference_ops import ReferenceOps
 
 Tensors = tuple[jax.Array, ...]
@@ -165,9 +168,9 @@ def test_cudnn_is_asked_for_the_mask_that_was_given(
 
 def request(
     seq_len: int, head_dim: int, mask: Mask, dtype: str = "bfloat16", **options: Any
-) -> dispatch.AttentionRequest:
+) -> AttentionRequest:
     one = jax.ShapeDtypeStruct((1, seq_len, 1, head_dim), jnp.dtype(dtype))
-    return dispatch.AttentionRequest(
+    return AttentionRequest(
         one,
         one,
         mask,
@@ -179,7 +182,7 @@ def request(
 IDS = Segments(*[jnp.zeros((1, 1024), jnp.int32)] * 2)
 SHAPES: Any = Segments(*[jax.ShapeDtypeStruct((1, 1024), jnp.int32)] * 2)  # pyright: ignore[reportArgumentType]
 DROPS = "dropout of attention weights"
-CHOICES: list[tuple[str, dispatch.AttentionRequest, str, str]] = [
+CHOICES: list[tuple[str, AttentionRequest, str, str]] = [
     ("tpu", request(8192, 128, Causal()), "splash", ""),
     (
         "tpu",
@@ -278,7 +281,7 @@ CHOICES: list[tuple[str, dispatch.AttentionRequest, str, str]] = [
 @pytest.mark.parametrize(("platform", "case", "name", "why"), CHOICES)
 def test_the_choice_and_its_reason(
     platform: str,
-    case: dispatch.AttentionRequest,
+    case: AttentionRequest,
     name: str,
     why: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -439,7 +442,8 @@ def test_splash_is_the_reference(
     mask: Mask,
 ) -> None:
     args = projections(B, S, H, K, 128, dtype)
-    assert libraries.refusal("splash", args[0], args[1], mask, INTERPRET, "cpu") == ""
+    asked = AttentionRequest(args[0], args[1], mask, INTERPRET, with_lse=False)
+    assert dispatch.refusal("splash", asked, "cpu") == ""
     ours = values_and_gradients(
         lambda q, k, v: libraries.splash(q, k, v, mask, INTERPRET),
         args,
@@ -595,10 +599,6 @@ def test_a_strategy_takes_what_serves_its_pieces(strategy: Any, name: str) -> No
 
 
 def test_a_plan_asks_for_an_implementation_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    assert get_args(get_type_hints(KernelsConfig)["attention"]) == (
-        "auto",
-        *get_args(dispatch.Implementation),
-    )
     caplog.set_level(logging.INFO)
     dispatch.say_once.cache_clear()
     args = projections(4, 20, 8, 4, 6)
@@ -607,7 +607,8 @@ def test_a_plan_asks_for_an_implementation_by_name(caplog: pytest.LogCaptureFixt
     want = values_and_gradients(by_reference(Causal() & Segments(segments, segments)), args)
     assert_close(
         values_and_gradients(
-            lambda q, k, v: Ops(plan).attention(q, k, v, Causal(), segments), args
+            lambda q, k, v: MeshOps(plan).attention(AttentionCall(q, k, v, Causal(), segments)),
+            args,
         ),
         want,
     )
@@ -639,10 +640,7 @@ def test_an_implementation_that_a_plan_cannot_have_is_refused(
 ) -> None:
     plan = dataclasses.replace(plan_on(MeshSpec(**mesh)), attention=name)
     with pytest.raises(UserError, match=says):
-        Ops(plan).attention(
-            *projections(2, 16, 4, 2, 8),
-            Causal(),
-        )
+        MeshOps(plan).attention(AttentionCall(*projections(2, 16, 4, 2, 8), Causal()))
 
 
 @pytest.mark.parametrize(
@@ -656,8 +654,8 @@ def test_packed_documents_are_not_given_to_a_library_that_takes_none(
     monkeypatch.setattr(libraries, "has_cudnn", lambda: True)
     for room in ("_attention", "_choose_attention"):
         monkeypatch.setattr(f"jaxpar.parallel.{room}.platform_of", lambda plan: "gpu")
-    monkeypatch.setitem(
-        dispatch.LIBRARIES, "cudnn", lambda q, k, v, mask, call: reference(q, k, v, mask, call)[0]
+    monkeypatch.setattr(
+        libraries, "cudnn", lambda q, k, v, mask, call: reference(q, k, v, mask, call)[0]
     )
     args = projections(2, 32, 4, 2, 16, "bfloat16")
     segments = documents(2, 32) if packed else None
@@ -667,7 +665,9 @@ def test_packed_documents_are_not_given_to_a_library_that_takes_none(
         mask = Causal()
     else:
         mask = Causal() & Segments(segments, segments)
-    out = jax.jit(lambda q, k, v: Ops(plan).attention(q, k, v, Causal(), segments))(*args)
+    out = jax.jit(
+        lambda q, k, v: MeshOps(plan).attention(AttentionCall(q, k, v, Causal(), segments))
+    )(*args)
     assert_close(
         (out,),
         (jax.jit(lambda q, k, v: reference(q, k, v, mask)[0])(*args),),
@@ -702,13 +702,7 @@ def test_tiles_on_a_mesh_are_the_reference_on_one_device(plan: str) -> None:
     assert choose_attention(split_of(on), Causal(), 20, 6)[0] == "chunked"
     assert_close(
         values_and_gradients(
-            lambda q, k, v: Ops(on).attention(
-                q,
-                k,
-                v,
-                Causal(),
-                segments,
-            ),
+            lambda q, k, v: MeshOps(on).attention(AttentionCall(q, k, v, Causal(), segments)),
             args,
         ),
         want,
@@ -720,9 +714,11 @@ def test_dropout_is_the_same_on_every_mesh() -> None:
     args = projections(4, 20, 4, 4, 6)
     key = jax.random.key(7)
     one, many = (
-        jax.jit(lambda q, k, v, plan=plan: Ops(plan).attention(q, k, v, Causal(), None, RATE, key))(
-            *args
-        )
+        jax.jit(
+            lambda q, k, v, plan=plan: MeshOps(plan).attention(
+                AttentionCall(q, k, v, Causal(), None, RATE, key)
+            )
+        )(*args)
         for plan in (plan_on(MeshSpec()), plan_on(MeshSpec(fsdp=2, tensor=4)))
     )
     assert_close((many,), (one,))
@@ -737,14 +733,13 @@ def test_splash_on_a_mesh_is_the_reference_on_one_device(
     packed: bool, rules: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "choose", lambda *_: ("splash", ""))
-    monkeypatch.setitem(
-        dispatch.LIBRARIES, "splash", lambda *args: libraries.splash(*args[:-1], INTERPRET)
-    )
+    own = libraries.splash
+    monkeypatch.setattr(libraries, "splash", lambda *args: own(*args[:-1], INTERPRET))
     args = projections(2, 128, 4, 2, 128)
     segments = documents(2, 128) if packed else None
     plan = plan_on(MeshSpec(fsdp=2, tensor=2), **rules)
     ours = values_and_gradients(
-        lambda q, k, v: Ops(plan).attention(q, k, v, Causal(), segments), args
+        lambda q, k, v: MeshOps(plan).attention(AttentionCall(q, k, v, Causal(), segments)), args
     )
     if segments is None:
         mask = Causal()
@@ -771,22 +766,26 @@ def test_halves_of_a_sequence_attend_as_the_whole(mask: Mask, packed: bool) -> N
     plan = dataclasses.replace(plan, overlap=Overlap(domino="sequence"))
 
     def halves(*args: jax.Array) -> jax.Array:
-        outs = []
-        for i, ops in enumerate(ops_of_parts(Ops(plan), plan)):
-            here = slice(12 * i, 12 * (i + 1))
-            ids = None if segments is None else segments[:, here]
-            outs.append(ops.attention(*(x[:, here] for x in args), mask, ids))
-        return jnp.concatenate(outs, axis=1)
+        def attend(half: jax.Array, place: Places, ops: Ops) -> jax.Array:
+            return ops.attention(AttentionCall(*half, mask, place.segments))
 
-    want = values_and_gradients(lambda *x: ReferenceOps(plan).attention(*x, mask, segments), args)
+        parts = list(zip(*(jnp.split(x, 2, axis=1) for x in args), strict=True))
+        ids = (None, None) if segments is None else jnp.split(segments, 2, axis=1)
+        places = [Places(jnp.arange(12), one) for one in ids]
+        return jnp.concatenate(run_parts(attend, parts, places, MeshOps(plan), plan), axis=1)
+
+    want = values_and_gradients(
+        lambda *x: ReferenceOps(plan).attention(AttentionCall(*x, mask, segments)), args
+    )
     assert_close(values_and_gradients(halves, args), want)
 
 
 def test_halves_of_a_sequence_take_no_mask_that_looks_ahead() -> None:
     plan = dataclasses.replace(plan_on(MeshSpec()), overlap=Overlap(domino="sequence"))
-    first, _ = ops_of_parts(Ops(plan), plan)
     with pytest.raises(UserError, match=r"the mask Full\(\) a query of the first half may see"):
-        first.attention(*projections(1, 4, 1, 1, 2), Full())
+        attend_in_first_half(
+            AttentionCall(*projections(1, 4, 1, 1, 2), Full()), None, MeshOps(plan)
+        )
 
 
 @pytest.mark.parametrize("mask", [Causal(), Causal() & Window(70)], ids=str)
@@ -799,7 +798,8 @@ def test_splash_takes_queries_that_begin_later_than_the_keys(mask: Mask) -> None
     want = values_and_gradients(by_reference(mask, Call(q_start=128)), (q[:, 128:], k, v))
     assert_close(ours, want)
     gpu = q.astype(jnp.bfloat16)[:, 128:], k.astype(jnp.bfloat16)
-    assert "begin later" in libraries.refusal("cudnn", *gpu, mask, later, "gpu")
+    asked = AttentionRequest(*gpu, mask, later, with_lse=False)
+    assert "begin later" in dispatch.refusal("cudnn", asked, "gpu")
 
 
 def test_a_map_of_the_whole_sequence_is_refused_with_documents() -> None:
@@ -807,8 +807,8 @@ def test_a_map_of_the_whole_sequence_is_refused_with_documents() -> None:
         UserError,
         match=r"the map of BlockSparse.* begins where that does: give .*per_document=True",
     ):
-        Ops(plan_on(MeshSpec())).attention(
-            *projections(2, 33, 4, 2, 6), bigbird(33), documents(2, 33)
+        MeshOps(plan_on(MeshSpec())).attention(
+            AttentionCall(*projections(2, 33, 4, 2, 6), bigbird(33), documents(2, 33))
         )
 
 
@@ -822,11 +822,11 @@ def test_a_mask_and_a_soft_cap_are_those_of_the_definition(word: str) -> None:
     segments = documents(2, 33)
     on = plan_on(MeshSpec())
     want = values_and_gradients(
-        lambda *x: ReferenceOps(on).attention(*x, mask, segments, softcap=2.0), args
+        lambda *x: ReferenceOps(on).attention(AttentionCall(*x, mask, segments, softcap=2.0)), args
     )
     assert_close(
         values_and_gradients(
-            lambda *x: Ops(on).attention(*x, mask, segments, softcap=2.0),
+            lambda *x: MeshOps(on).attention(AttentionCall(*x, mask, segments, softcap=2.0)),
             args,
         ),
         want,

@@ -21,7 +21,7 @@ from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.parallel.collectives import further_split, gather, manual, reduce, split_over
 from jaxpar.parallel.linear import GATHERED, STORED
-from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.mesh_ops import MeshOps
 from jaxpar.rehearse.requested_collectives import requested_collectives
 
 
@@ -255,7 +255,7 @@ def test_layouts_that_no_gather_connects_are_refused_with_the_rule_to_change(
     with pytest.raises(UserError, match=message):
         reduce(x, (), GATHERED, STORED, plan)
     with pytest.raises(UserError, match=message):
-        jax.jit(lambda x: Ops(plan).column_linear(x, (jnp.zeros((8, 8)),), (("mlp",),)))(x)
+        jax.jit(lambda x: MeshOps(plan).column_linear(x, (jnp.zeros((8, 8)),), (("mlp",),)))(x)
     mended = plan_of({"context": 2, "tensor": 4}, {"residual_seq": fitting})
     assert further_split(STORED, GATHERED, mended) == (
         [(1, ("tensor",))] if "tensor" in fitting else []
@@ -274,7 +274,7 @@ def test_tokens_and_rows_over_the_same_mesh_axis_are_refused() -> None:
     plan = plan_of({"fsdp": 8}, {"vocab": ("fsdp",), "embed": ()})
     message = r"lookup: mesh axis fsdp=8 is used twice, by dim 0 \(batch\) and dim 2 \(vocab\)"
     with pytest.raises(UserError, match=message):
-        Ops(plan).lookup(
+        MeshOps(plan).lookup(
             jnp.zeros((8, 4)),
             jnp.zeros((8, 2), jnp.int32),
             "vocab",

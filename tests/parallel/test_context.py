@@ -33,7 +33,7 @@ from jaxpar.parallel.context import check_split, split_attention
 from jaxpar.parallel.context import ring as ring_attention
 from jaxpar.parallel.context import split as context
 from jaxpar.parallel.context.task import UNROLLED
-from jaxpar.parallel.ops import split_of
+from jaxpar.parallel.mesh_ops import split_of
 from jaxpar.parallel.zigzag import chunk_order, inverse, reorder
 from jaxpar.rehearse.requested_collectives import requested_collectives
 
@@ -425,9 +425,10 @@ def test_a_ring_computes_the_pairs_that_see_something_and_no_other(n, monkeypatc
         v: jax.Array,
         mask: Mask,
         call: Call,
+        dropout: None,
     ) -> Any:
         seen.append(mask)
-        return forward(q, k, v, mask, call)
+        return forward(q, k, v, mask, call, dropout)
 
     monkeypatch.setattr(chunked, "forward", counted)
     jax.eval_shape(

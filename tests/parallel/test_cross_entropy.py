@@ -25,7 +25,8 @@ from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.parallel.cross_entropy import LossSums, Tiling, in_pieces, tiling
 from jaxpar.parallel.cross_entropy.loss_terms import SoftTargets, Targets
-from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.mesh_ops import MeshOps
+from jaxpar.parallel.ops import LogitsCall, LossCall
 from jaxpar.verify.reference_ops import ReferenceOps
 
 PLANS: dict[str, tuple[MeshSpec, dict[str, Any]]] = {
@@ -54,6 +55,17 @@ def plan_of(name: str, compute: Any = "float32") -> Plan:
     return Plan(
         make_mesh(spec, jax.devices()[: devices_needed(spec)]), ShardingRules(**rules), compute
     )
+
+
+def loss_call(
+    x: jax.Array,
+    table: jax.Array,
+    labels: jax.Array,
+    softcap: float = 0.0,
+    bias: jax.Array | None = None,
+    **options: Any,
+) -> LossCall:
+    return LossCall(LogitsCall(x, table, SIZE, softcap, bias), labels, **options)
 
 
 def inputs(
@@ -150,8 +162,8 @@ def test_the_loss_and_its_gradients_are_those_of_all_scores_at_once(
     cut_into(chunk, slices, monkeypatch)
     x, table, labels = inputs()
     ours = sums_and_gradients(
-        lambda x, table: Ops(plan_of(plan)).linear_cross_entropy(
-            x, table, labels, SIZE, z_loss, softcap
+        lambda x, table: MeshOps(plan_of(plan)).linear_cross_entropy(
+            loss_call(x, table, labels, softcap=softcap, z_loss=z_loss)
         ),
         x,
         table,
@@ -179,7 +191,7 @@ def test_a_bias_of_the_vocabulary_is_in_the_scores_and_has_its_gradient(
 
     def ours(x: jax.Array, head: Any) -> LossSums:
         table, bias = head
-        return Ops(on).linear_cross_entropy(x, table, labels, SIZE, 1e-2, 2.0, bias)
+        return MeshOps(on).linear_cross_entropy(loss_call(x, table, labels, 2.0, bias, z_loss=1e-2))
 
     def wider(x: jax.Array, head: Any) -> LossSums:
         table, bias = head
@@ -190,7 +202,7 @@ def test_a_bias_of_the_vocabulary_is_in_the_scores_and_has_its_gradient(
     found = sums_and_gradients(ours, x, (table, bias))
     assert_close(found, sums_and_gradients(wider, x, (table, bias)))
     assert not np.any(np.asarray(found[1][1][1])[SIZE:])
-    scores = Ops(on).logits(x, table, SIZE, 2.0, bias)[..., :SIZE]
+    scores = MeshOps(on).logits(LogitsCall(x, table, SIZE, 2.0, bias))[..., :SIZE]
     want = 2 * jnp.tanh((x @ table.T + bias)[..., :SIZE] / 2)
     assert_close(scores, want)
 
@@ -283,7 +295,10 @@ def test_no_more_scores_than_asked_exist_at_a_time() -> None:
     )
     labels = jnp.zeros((2, tokens // 2), jnp.int32)
     loss = jax.grad(
-        lambda x, table: Ops(on).linear_cross_entropy(x, table, labels, vocab).loss, (0, 1)
+        lambda x, table: (
+            MeshOps(on).linear_cross_entropy(LossCall(LogitsCall(x, table, vocab), labels)).loss
+        ),
+        (0, 1),
     )
     memory = jax.jit(loss).lower(*shapes).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 6 * chunk * vocab * 4 < tokens * vocab * 4 / 2
@@ -299,12 +314,8 @@ def test_the_sums_without_a_gradient_are_the_same(monkeypatch: pytest.MonkeyPatc
         cut_into(chunk, slices, monkeypatch)
         on = plan_of(plan)
         sums = jax.jit(
-            lambda x, table, on=on: Ops(on).linear_cross_entropy(
-                x,
-                table,
-                labels,
-                SIZE,
-                1e-2,
+            lambda x, table, on=on: MeshOps(on).linear_cross_entropy(
+                loss_call(x, table, labels, z_loss=1e-2)
             )
         )(x, table)
         assert_close(sums, reference(x, table, labels, 1e-2))
@@ -314,12 +325,8 @@ def test_the_sums_without_a_gradient_are_the_same(monkeypatch: pytest.MonkeyPatc
 def test_the_gradient_is_linear_in_the_cotangent_and_flows_through_the_loss_alone() -> None:
     x, table, labels = inputs()
     _, pull = jax.vjp(
-        lambda x, table: Ops(plan_of("one")).linear_cross_entropy(
-            x,
-            table,
-            labels,
-            SIZE,
-            1e-2,
+        lambda x, table: MeshOps(plan_of("one")).linear_cross_entropy(
+            loss_call(x, table, labels, z_loss=1e-2)
         ),
         x,
         table,
@@ -340,12 +347,8 @@ def test_labels_none_of_which_count_give_zeros() -> None:
     x, table, labels = inputs()
     none = jnp.full_like(labels, -1)
     found = sums_and_gradients(
-        lambda x, table: Ops(plan_of("one")).linear_cross_entropy(
-            x,
-            table,
-            none,
-            SIZE,
-            1e-2,
+        lambda x, table: MeshOps(plan_of("one")).linear_cross_entropy(
+            loss_call(x, table, none, z_loss=1e-2)
         ),
         x,
         table,
@@ -360,7 +363,9 @@ def test_bfloat16_rounds_gradients_and_not_sums(plan: str, monkeypatch: pytest.M
     table = table.astype(jnp.float32)  # a parameter, but one that bfloat16 can hold
     on = plan_of(plan, "bfloat16")
     sums, gradients = sums_and_gradients(
-        lambda x, table: Ops(on).linear_cross_entropy(x, table, labels, SIZE, 1e-2), x, table
+        lambda x, table: MeshOps(on).linear_cross_entropy(loss_call(x, table, labels, z_loss=1e-2)),
+        x,
+        table,
     )
     want, want_gradients = sums_and_gradients(
         lambda x, table: reference(x, table, labels, 1e-2), x.astype(jnp.float32), table
@@ -392,7 +397,7 @@ def test_tokens_and_vocabulary_over_the_same_mesh_axis_are_refused() -> None:
         UserError,
         match=r"loss: mesh axis fsdp=8 is used twice, by dim 0 \(batch\) and dim 2 \(vocab\)",
     ):
-        Ops(plan).linear_cross_entropy(*inputs(8), SIZE)
+        MeshOps(plan).linear_cross_entropy(loss_call(*inputs(8)))
 
 
 MIXED = "vocabulary over two axes, fsdp splits parameters only"
@@ -458,8 +463,8 @@ def test_soft_targets_and_smoothing_are_those_of_whole_distributions(
     numbers = {"alpha": 0.7, "temperature": 3.0, "soft": soft}
     numbers |= {"label_smoothing": 0.2}
     ours = sums_and_gradients(
-        lambda x, table: Ops(plan_of(plan)).linear_cross_entropy(
-            x, table, labels, SIZE, 0.0, softcap, **numbers
+        lambda x, table: MeshOps(plan_of(plan)).linear_cross_entropy(
+            loss_call(x, table, labels, softcap=softcap, **numbers)
         ),
         x,
         table,
@@ -481,16 +486,16 @@ def test_each_part_of_the_loss_alone(smoothing: float, alpha: float, temperature
     soft = soft_targets() if alpha else None
     numbers = {"alpha": alpha, "temperature": temperature, "soft": soft}
     numbers |= {"label_smoothing": smoothing}
-    on = Ops(plan_of("data2.fsdp2.tensor2"))
+    on = MeshOps(plan_of("data2.fsdp2.tensor2"))
     found = sums_and_gradients(
-        lambda x, table: on.linear_cross_entropy(x, table, labels, SIZE, **numbers),
+        lambda x, table: on.linear_cross_entropy(loss_call(x, table, labels, **numbers)),
         x,
         table,
     )
     plain = ReferenceOps(plan_of("one"))
     for want in (
         lambda x, table: by_definition(x, table, labels, **numbers),
-        lambda x, table: plain.linear_cross_entropy(x, table, labels, SIZE, **numbers),
+        lambda x, table: plain.linear_cross_entropy(loss_call(x, table, labels, **numbers)),
     ):
         assert_close(found, sums_and_gradients(want, x, table))
 
@@ -498,12 +503,12 @@ def test_each_part_of_the_loss_alone(smoothing: float, alpha: float, temperature
 def test_one_entry_of_weight_one_is_the_label() -> None:
     x, table, labels = inputs()
     soft = SoftTargets(labels[..., None], jnp.ones((B, S, 1)))
-    on = Ops(plan_of("one"))
+    on = MeshOps(plan_of("one"))
     alone = sums_and_gradients(
-        lambda x, table: on.linear_cross_entropy(x, table, labels, SIZE, 0.0), x, table
+        lambda x, table: on.linear_cross_entropy(loss_call(x, table, labels, z_loss=0.0)), x, table
     )
     weighted = sums_and_gradients(
-        lambda x, table: on.linear_cross_entropy(x, table, labels, SIZE, soft=soft), x, table
+        lambda x, table: on.linear_cross_entropy(loss_call(x, table, labels, soft=soft)), x, table
     )
     assert_close(weighted, alone)
 
@@ -511,11 +516,11 @@ def test_one_entry_of_weight_one_is_the_label() -> None:
 def test_soft_targets_of_another_form_are_refused() -> None:
     x, table, labels = inputs()
     soft = soft_targets()
-    on = Ops(plan_of("one"))
+    on = MeshOps(plan_of("one"))
 
     def refused(match: str, soft: SoftTargets | None = soft, **numbers: float) -> None:
         with pytest.raises(UserError, match=match):
-            on.linear_cross_entropy(x, table, labels, SIZE, soft=soft, **numbers)
+            on.linear_cross_entropy(loss_call(x, table, labels, soft=soft, **numbers))
 
     refused("ids of shape", SoftTargets(soft.ids[:, :-1], soft.weights[:, :-1]))
     refused("integer ids and float weights", SoftTargets(soft.weights, soft.weights))

@@ -25,7 +25,8 @@ from jaxpar.hlo.program.tasks import walk
 from jaxpar.hlo.read import read_program
 from jaxpar.parallel.experts.expert_choice import choose_tokens
 from jaxpar.parallel.experts.token_choice import choose_experts
-from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.mesh_ops import MeshOps
+from jaxpar.parallel.ops import ExpertsCall
 from jaxpar.rehearse.requested_collectives import requested_collectives
 from jaxpar.verify.reference_ops import ReferenceOps
 
@@ -72,7 +73,7 @@ def values_and_gradients(ops: Any, plan: Plan, *how: Any) -> Any:
     """The answer, the router's sums, and the gradients of a loss that has all of them."""
 
     def loss(args: Any) -> Any:
-        y, sums = ops(plan).expert_mlp(*args, K, *how)
+        y, sums = ops(plan).expert_mlp(ExpertsCall(*args, K, *how))
         return jnp.sum(jnp.sin(y.astype(jnp.float32))) + 0.3 * sums.balance + 0.2 * sums.z, (
             y,
             sums,
@@ -131,7 +132,7 @@ COVERED = ("expert=2", "experts over context")  # by others together
 )
 def test_every_layout_gives_the_plain_answer(layout):
     rules, mesh = LAYOUTS[layout]
-    assert_close(values_and_gradients(Ops, plan_on(rules, **mesh)), expected())
+    assert_close(values_and_gradients(MeshOps, plan_on(rules, **mesh)), expected())
 
 
 BY_EXPERTS = {
@@ -159,7 +160,7 @@ def test_experts_that_choose_give_the_plain_answer_on_every_layout(layout):
     lengths = jnp.array([S, 7, S, 12, 0, S, 20, S])
     how = (jnp.arange(S) < lengths[:, None], "expert_choice")
     wanted = values_and_gradients(ReferenceOps, plan_on(), *how)
-    assert_close(values_and_gradients(Ops, plan_on(rules, **mesh), *how), wanted)
+    assert_close(values_and_gradients(MeshOps, plan_on(rules, **mesh), *how), wanted)
 
 
 def test_each_expert_takes_as_many_tokens_of_each_sequence():
@@ -180,7 +181,7 @@ def test_bfloat16_is_as_far_off_as_in_plain_form():
     a few times more.
     """
     plan = plan_on(compute="bfloat16", expert=2, fsdp=2, tensor=2)
-    (_, (y, _)), _ = values_and_gradients(Ops, plan)
+    (_, (y, _)), _ = values_and_gradients(MeshOps, plan)
     (_, (wanted, _)), _ = values_and_gradients(ReferenceOps, plan_on(compute="bfloat16"))
     assert y.dtype == jnp.bfloat16
     assert_close(y, wanted, 2**-6)
@@ -215,12 +216,12 @@ def test_no_buffer_overflows_where_all_tokens_choose_one_device():
     # all choose the first K experts
     router = jnp.zeros((D, E)).at[0].set(-jnp.arange(E, dtype=jnp.float32))
     plan = plan_on(expert=2, tensor=2)
-    found, sums = jax.jit(lambda *args: Ops(plan).expert_mlp(*args, K))(
+    found, sums = jax.jit(lambda *args: MeshOps(plan).expert_mlp(ExpertsCall(*args, K)))(
         x,
         router,
         *experts,
     )
-    wanted = ReferenceOps(plan_on()).expert_mlp(x, router, *experts, K)[0]
+    wanted = ReferenceOps(plan_on()).expert_mlp(ExpertsCall(x, router, *experts, K))[0]
     assert np.max(np.abs(found - wanted)) < 1e-5
     assert sums.balance > B * S * 1.5  # of at most E / K
 
@@ -238,7 +239,7 @@ def test_rows_without_a_group_change_nothing():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.lax, "ragged_dot", poisoned)
-        assert_close(values_and_gradients(Ops, plan_on(expert=2, tensor=2)), expected())
+        assert_close(values_and_gradients(MeshOps, plan_on(expert=2, tensor=2)), expected())
 
 
 # What is refused.
@@ -250,7 +251,7 @@ def test_experts_over_an_axis_that_splits_no_tokens_are_refused():
         UserError,
         match=r"rules.experts splits .* over expert=2, which splits no tokens.*rules.batch",
     ):
-        Ops(plan).expert_mlp(*given(), K)
+        MeshOps(plan).expert_mlp(ExpertsCall(*given(), K))
 
 
 def test_experts_that_do_not_divide_are_refused_with_what_does():
@@ -294,7 +295,7 @@ def test_two_all_to_alls_forward_and_two_backward(mesh):
     rows = X * T * min(K, E // X)
 
     def forward(*args: Any) -> Any:
-        return Ops(plan).expert_mlp(*args, K)[0]
+        return MeshOps(plan).expert_mlp(ExpertsCall(*args, K))[0]
 
     def both(*args: Any) -> Any:
         return jax.grad(lambda args: jnp.sum(jnp.sin(forward(*args))))(args)
@@ -307,4 +308,7 @@ def test_two_all_to_alls_forward_and_two_backward(mesh):
 
 def test_one_device_along_expert_sends_no_rows():
     plan = plan_on(fsdp=4, tensor=2)
-    assert sent(plan, lambda *args: Ops(plan).expert_mlp(*args, K), *given()) == ({}, {})
+    assert sent(plan, lambda *args: MeshOps(plan).expert_mlp(ExpertsCall(*args, K)), *given()) == (
+        {},
+        {},
+    )

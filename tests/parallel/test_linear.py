@@ -25,7 +25,8 @@ from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.kernels.masks import Causal
 from jaxpar.parallel import dropout
-from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.mesh_ops import MeshOps
+from jaxpar.parallel.ops import AttentionCall, LogitsCall
 from jaxpar.parallel.zigzag import chunk_order, inverse, reorder
 
 MESHES = {
@@ -108,7 +109,7 @@ def test_column_linear_shares_one_gather_between_weights_with_and_without_bias(p
     )
     axes = (("heads", "head_dim"), ("mlp",))
     assert_same(
-        lambda x, q, up, bias: Ops(plan).column_linear(
+        lambda x, q, up, bias: MeshOps(plan).column_linear(
             x,
             (q, up),
             axes,
@@ -129,7 +130,7 @@ def test_row_linear_adds_its_bias_once(plan: Plan) -> None:
         (D,),
     )
     assert_same(
-        lambda x, w, bias: Ops(plan).row_linear(
+        lambda x, w, bias: MeshOps(plan).row_linear(
             x,
             w,
             ("heads", "head_dim"),
@@ -148,8 +149,8 @@ def test_weight_gradients_contracted_as_on_a_tpu_are_the_same(
     plan = plan_on(MESHES["fsdp2.context2.tensor2"])
     heads = ("heads", "head_dim")
     assert_same(
-        lambda x, q, out: Ops(plan).row_linear(
-            Ops(plan).column_linear(x, (q,), (heads,))[0], out, heads
+        lambda x, q, out: MeshOps(plan).row_linear(
+            MeshOps(plan).column_linear(x, (q,), (heads,))[0], out, heads
         ),
         lambda x, q, out: jnp.einsum("bsd,dhk,hke->bse", x, q, out),
         arrays(
@@ -166,7 +167,9 @@ def test_lookup_finds_rows_and_sums_repeated_ones_in_the_gradient(plan: Plan, ax
         jnp.asarray(np.random.default_rng(2).integers(0, V, (B, S)), jnp.int32).at[0, :5].set(V - 1)
     )
     assert_same(
-        lambda table: Ops(plan).lookup(table, ids, axis), lambda table: table[ids], arrays((V, D))
+        lambda table: MeshOps(plan).lookup(table, ids, axis),
+        lambda table: table[ids],
+        arrays((V, D)),
     )
 
 
@@ -198,10 +201,8 @@ def test_attention_is_causal_grouped_and_keeps_documents_apart(plan: Plan, packe
             documents = None
         else:
             documents = reorder(segments, order, 1)
-        out = Ops(plan).attention(
-            *(reorder(x, order, 1) for x in args[:3]),
-            Causal(),
-            documents,
+        out = MeshOps(plan).attention(
+            AttentionCall(*(reorder(x, order, 1) for x in args[:3]), Causal(), documents)
         )
         return reorder(out, inverse(order), 1)
 
@@ -265,11 +266,14 @@ def attended(
     order = chunk_order(plan, "ring")
     x = reorder(x, order, 1)
     segments = reorder(segments, order, 1)
-    projections = Ops(plan).column_linear(
+    projections = MeshOps(plan).column_linear(
         x, (q, k, v), (heads, kv_heads, kv_heads), (q_bias, None, v_bias), seq
     )
-    y = Ops(plan).row_linear(
-        Ops(plan).attention(*projections, Causal(), segments), out, heads, seq=seq
+    y = MeshOps(plan).row_linear(
+        MeshOps(plan).attention(AttentionCall(*projections, Causal(), segments)),
+        out,
+        heads,
+        seq=seq,
     )
     return reorder(y, inverse(order), 1)
 
@@ -290,7 +294,7 @@ def test_kv_heads_are_copied_where_more_devices_split_heads(name: str) -> None:
     plan = plan_on(mesh, rules=rules)
     assert_same(partial(attended, plan), partial(attended, plan_on(MeshSpec())), args)
     project = jax.jit(
-        lambda x, v, bias: Ops(plan).column_linear(
+        lambda x, v, bias: MeshOps(plan).column_linear(
             x,
             (v,),
             (("kv_heads", "head_dim"),),
@@ -344,7 +348,7 @@ def test_weight_gradients_are_summed_in_float32_under_bfloat16_compute(plan: Pla
     dy = dy.at[..., 0].set(9).at[0, 0, 0].set(8)
 
     def project(weight: jax.Array) -> jax.Array:
-        return Ops(plan).column_linear(x.astype(jnp.bfloat16), (weight,), (("mlp",),))[0]
+        return MeshOps(plan).column_linear(x.astype(jnp.bfloat16), (weight,), (("mlp",),))[0]
 
     dweight = jax.jit(lambda weight, dy: jax.vjp(project, weight)[1](dy)[0])(
         weight, dy.astype(jnp.bfloat16)
@@ -356,7 +360,7 @@ def test_weight_gradients_are_summed_in_float32_under_bfloat16_compute(plan: Pla
 
 def test_logits_of_padded_entries_never_win() -> None:
     x, table = arrays((1, 3, D), (V, D))
-    scores = Ops(plan_on(MeshSpec())).logits(x, table, 50)
+    scores = MeshOps(plan_on(MeshSpec())).logits(LogitsCall(x, table, 50))
     assert np.all(np.asarray(scores[..., 50:]) < -1e29)
     np.testing.assert_array_equal(
         np.argmax(scores, -1),
@@ -385,8 +389,8 @@ def test_a_sequence_kept_whole_between_ops_gives_the_same() -> None:
     # 7 tokens: no mesh axis divides them, and none needs to
     args = arrays((B, 7, D), (D, F), (F, D))
     assert_same(
-        lambda x, up, down: Ops(plan).row_linear(
-            Ops(plan).column_linear(x, (up,), (("mlp",),))[0], down, ("mlp",)
+        lambda x, up, down: MeshOps(plan).row_linear(
+            MeshOps(plan).column_linear(x, (up,), (("mlp",),))[0], down, ("mlp",)
         ),
         lambda x, up, down: x @ up @ down,
         args,

@@ -27,6 +27,7 @@ from jaxpar.hlo.program.tasks import Loop
 from jaxpar.hlo.read import read_program
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums
+from jaxpar.parallel.domino import LayerInfo
 from jaxpar.parallel.pipeline import (
     executor,
     layers_of,
@@ -328,17 +329,9 @@ class Waves:
     ) -> Any:
         return tokens_BS[..., None] * params["embed"] + jax.random.uniform(key)
 
-    def layer(
-        self,
-        layer: Any,
-        xs: Any,
-        places: Any,
-        plan: Plan,
-        key: Any,
-        kind: int = 0,
-        number: Any = None,
-    ) -> Any:
-        return tuple(jnp.sin(layer * x) + jax.random.uniform(key) for x in xs), None
+    def layer(self, layer: Any, xs: Any, places: Any, plan: Plan, info: LayerInfo) -> Any:
+        assert info.key is not None
+        return tuple(jnp.sin(layer * x) + jax.random.uniform(info.key) for x in xs), None
 
     def score(
         self,
@@ -410,13 +403,7 @@ def one_after_another(params: Any, batch: Any, key: Any) -> Any:
             jax.random.split(blocks_key, 4),
             strict=True,
         ):
-            ((x,), _) = model.layer(
-                layer,
-                (x,),
-                (),
-                plan,
-                layer_key,
-            )
+            ((x,), _) = model.layer(layer, (x,), (), plan, LayerInfo(layer_key))
         total += model.score(params, x, batch["labels"][i::3], plan, LIKELIHOOD).loss
     return total
 

@@ -40,7 +40,7 @@ def kept_by(config: Config) -> tuple[list[Any], list[Any]]:
 
     def leaves(layer: Any, x: Any) -> list[Any]:
         run = remat(
-            lambda layer, x: model.layer(layer, (x,), [Places(positions)], plan, None)[0][0], plan
+            lambda layer, x: model.layer(layer, (x,), [Places(positions)], plan)[0][0], plan
         )
         return jax.tree.leaves(jax.vjp(run, layer, x)[1])
 

@@ -30,7 +30,8 @@ from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.hlo.program.tasks import walk
 from jaxpar.hlo.read import read_program
 from jaxpar.parallel.linear.ring_matmul import Lane, register_form, ring_forms
-from jaxpar.parallel.ops import Ops, overlap_notes
+from jaxpar.parallel.mesh_ops import MeshOps, overlap_notes
+from jaxpar.parallel.ops import LogitsCall
 from jaxpar.rehearse.requested_collectives import requested_collectives
 
 FORMS = ("ring", "bidirectional")
@@ -62,7 +63,7 @@ def pair(
 ) -> tuple[jax.Array, ...]:
     """A column linear of three weights, and a row linear of what it gives."""
     q, k, up, out = weights
-    ys = Ops(plan).column_linear(
+    ys = MeshOps(plan).column_linear(
         x,
         (q, k, up),
         (
@@ -73,7 +74,7 @@ def pair(
     )
     return (
         *ys,
-        Ops(plan).row_linear(
+        MeshOps(plan).row_linear(
             jnp.tanh(ys[0]) * ys[1],
             out,
             ("heads", "head_dim"),
@@ -172,8 +173,8 @@ def test_each_site_may_have_a_form_of_its_own():
     ):
 
         def both(x, w, back, out=out):
-            return Ops(plan).row_linear(
-                Ops(plan).column_linear(x, (w,), (out,))[0],
+            return MeshOps(plan).row_linear(
+                MeshOps(plan).column_linear(x, (w,), (out,))[0],
                 back,
                 out,
             )
@@ -186,7 +187,7 @@ def test_each_site_may_have_a_form_of_its_own():
 def test_a_form_that_nobody_chose_is_refused():
     x, up = arrays((B, 24, D), (D, 40))
     with pytest.raises(UserError, match=r"overlap\.gather is auto.* try overlap\.gather=xla"):
-        Ops(plan_on(Overlap("auto"), tensor=2)).column_linear(
+        MeshOps(plan_on(Overlap("auto"), tensor=2)).column_linear(
             x,
             (up,),
             (("mlp",),),
@@ -199,7 +200,7 @@ def through_column(plan: Plan, axis: Any) -> Any:
     """
 
     def loss(args: list[jax.Array]) -> jax.Array:
-        q, k = Ops(plan).column_linear(
+        q, k = MeshOps(plan).column_linear(
             args[0], args[1:], (("heads", "head_dim"), (axis, "head_dim"))
         )
         return jnp.sum(
@@ -264,11 +265,11 @@ def test_logits_take_a_ring_too():
     one = Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
     x, table = arrays((B, 12, D), (56, D))
     assert_close(
-        jax.jit(lambda x, w: Ops(plan).logits(x, w, 50))(
+        jax.jit(lambda x, w: MeshOps(plan).logits(LogitsCall(x, w, 50)))(
             x,
             table,
         ),
-        Ops(one).logits(x, table, 50),
+        MeshOps(one).logits(LogitsCall(x, table, 50)),
         1e-5,
     )
 
@@ -371,10 +372,10 @@ def test_the_compiled_program_has_the_hops_and_nothing_else(tensor, form):
     chunk = B * (rows // tensor) * D * 4
 
     def gather(x, up):
-        return Ops(plan).column_linear(x, (up,), (("mlp",),))[0]
+        return MeshOps(plan).column_linear(x, (up,), (("mlp",),))[0]
 
     def scatter(y, down):
-        return Ops(plan).row_linear(y, down, ("mlp",))
+        return MeshOps(plan).row_linear(y, down, ("mlp",))
 
     y = jax.jit(gather)(x, up)
     hops = tensor - 1
@@ -405,7 +406,7 @@ def test_a_form_that_there_is_not_is_refused():
     with pytest.raises(
         UserError, match=r"form of a collective is one of .*found 'rnig' \(did you mean 'ring'\?\)"
     ):
-        Ops(plan_on(Overlap(gather="rnig"), tensor=4)).column_linear(
+        MeshOps(plan_on(Overlap(gather="rnig"), tensor=4)).column_linear(
             x, (weight,), (("heads", "head_dim"),)
         )  # pyright: ignore[reportArgumentType]
 

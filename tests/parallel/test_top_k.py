@@ -16,7 +16,8 @@ from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.parallel.cross_entropy import Tiling
-from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.mesh_ops import MeshOps
+from jaxpar.parallel.ops import LogitsCall
 from jaxpar.verify.reference_ops import ReferenceOps
 
 B = 4
@@ -46,14 +47,14 @@ def test_they_are_the_largest_of_all_scores(
     x = jnp.asarray(rng.standard_normal((B, S, D)), jnp.float32)
     table = jnp.asarray(rng.standard_normal((V, D)), jnp.float32)
     table = table.at[40].set(table[3])  # of equals the first
-    on = Ops(plan_of(spec))
-    found = jax.jit(lambda x, table: on.linear_top_k(x, table, 11, SIZE, 4.0))(x, table)
-    want = ReferenceOps(plan_of(MeshSpec())).linear_top_k(x, table, 11, SIZE, 4.0)
+    on = MeshOps(plan_of(spec))
+    found = jax.jit(lambda x, table: on.linear_top_k(LogitsCall(x, table, SIZE, 4.0), 11))(x, table)
+    want = ReferenceOps(plan_of(MeshSpec())).linear_top_k(LogitsCall(x, table, SIZE, 4.0), 11)
     np.testing.assert_array_equal(found.ids, want.ids)
     np.testing.assert_allclose(found.log_probs, want.log_probs, rtol=1e-5, atol=1e-6)
 
 
 def test_more_entries_than_the_vocabulary_has_are_refused() -> None:
-    on = Ops(plan_of(MeshSpec()))
+    on = MeshOps(plan_of(MeshSpec()))
     with pytest.raises(UserError, match="k=52 is more than the 51 entries"):
-        on.linear_top_k(jnp.zeros((1, 2, D)), jnp.zeros((V, D)), 52, SIZE)
+        on.linear_top_k(LogitsCall(jnp.zeros((1, 2, D)), jnp.zeros((V, D)), SIZE), 52)

@@ -22,7 +22,8 @@ from jaxpar.kernels import block_sparse
 from jaxpar.kernels.weight_forms import CyclicBlocks, NOfM, WeightForm
 from jaxpar.parallel.linear import zero_blocks
 from jaxpar.parallel.linear.weight_view import WeightView
-from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.mesh_ops import MeshOps
+from jaxpar.parallel.ops import ExpertsCall
 from jaxpar.verify.reference_ops import ReferenceOps
 
 B = 4
@@ -91,7 +92,7 @@ def test_linears_through_a_view_are_those_of_the_reference(form: str, spec: str)
         loss = lambda x, weights: jnp.sum(jnp.sin(block(ops, weights, x, FORMS[form])))  # noqa: E731
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x_BSD, weights)
 
-    got = losses(Ops(plan))
+    got = losses(MeshOps(plan))
     want = losses(ReferenceOps(plan_on(MeshSpec())))
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         scale = float(jnp.max(jnp.abs(other)))
@@ -108,11 +109,11 @@ def test_experts_through_a_view_are_those_of_the_reference() -> None:
     def losses(ops: Any) -> tuple[Array, Any]:
         def loss(weights: list[Array]) -> Array:
             views = [WeightView(weight, FORM) for weight in weights]
-            return jnp.sum(jnp.square(ops.expert_mlp(x_BSD, router, *views, 2)[0]))
+            return jnp.sum(jnp.square(ops.expert_mlp(ExpertsCall(x_BSD, router, *views, 2))[0]))
 
         return jax.jit(jax.value_and_grad(loss))(weights)
 
-    got = losses(Ops(plan))
+    got = losses(MeshOps(plan))
     want = losses(ReferenceOps(plan_on(MeshSpec())))
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         scale = float(jnp.max(jnp.abs(other)))
@@ -121,12 +122,12 @@ def test_experts_through_a_view_are_those_of_the_reference() -> None:
 
 def test_a_group_that_would_lie_on_two_devices_is_refused() -> None:
     x_BSD, weight = draw((B, S, 12), (12, F))
-    ops = Ops(plan_on(MeshSpec(fsdp=2)))
+    ops = MeshOps(plan_on(MeshSpec(fsdp=2)))
     with pytest.raises(UserError, match=r"units of 4 along embed, and a device has 6"):
         ops.column_linear(x_BSD, WeightView(weight, FORM), ("mlp",))
     # a head of 6 features on one device: groups would cross to the next head, which is elsewhere
     hidden, out = draw((B, S, 2, 6), (2, 6, 12))
-    split = Ops(plan_on(MeshSpec(tensor=2)))
+    split = MeshOps(plan_on(MeshSpec(tensor=2)))
     with pytest.raises(UserError, match=r"along heads x head_dim, and a device has 6"):
         split.row_linear(hidden, WeightView(out, FORM), ("heads", "head_dim"))
 
@@ -136,7 +137,7 @@ def test_a_view_keeps_nothing_beside_the_stored_matrix_and_sends_nothing_more() 
     those of the dense one.
     """
     x_BSD, weight = draw((B, S, D), (D, F))
-    ops = Ops(plan_on(MeshSpec(fsdp=2, tensor=2)))
+    ops = MeshOps(plan_on(MeshSpec(fsdp=2, tensor=2)))
 
     def residuals(weight_of: Any) -> list[tuple[int, ...]]:
         def kept(x: Array, weight: Array) -> Any:
@@ -175,8 +176,8 @@ class Doubled(WeightForm):
 def test_a_form_of_ones_own_multiplies_and_has_no_reference() -> None:
     x_BSD, weight = draw((B, S, D), (D, F))
     plan = plan_on(MeshSpec(fsdp=2))
-    got = Ops(plan).column_linear(x_BSD, WeightView(weight, Doubled()), ("mlp",))
-    want = Ops(plan).column_linear(x_BSD, weight, ("mlp",))
+    got = MeshOps(plan).column_linear(x_BSD, WeightView(weight, Doubled()), ("mlp",))
+    want = MeshOps(plan).column_linear(x_BSD, weight, ("mlp",))
     np.testing.assert_allclose(got, 2 * want, rtol=1e-6)
     with pytest.raises(UserError, match="no weights of form doubled"):
         ReferenceOps(plan).column_linear(x_BSD, WeightView(weight, Doubled()), ("mlp",))
@@ -200,7 +201,7 @@ def test_on_a_tpu_a_kernel_multiplies_without_the_blocks_of_zeros(
     x_BSD, up, down = draw((1, 8, 256), (256, 512), (512, 256))
 
     def losses() -> Any:
-        ops = Ops(plan_on(MeshSpec()))
+        ops = MeshOps(plan_on(MeshSpec()))
 
         def loss(x: Array, up: Array, down: Array) -> Array:
             hidden = ops.column_linear(x, WeightView(up, form), ("mlp",))

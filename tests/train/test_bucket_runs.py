@@ -19,7 +19,7 @@ from jaxpar.base.config import CheckpointConfig, Config
 from jaxpar.base.errors import UserError, with_urls
 from jaxpar.base.storage import Bucket
 from jaxpar.train.goodput.measured import _write_seconds
-from jaxpar.train.runs import disk_space, training_checkpoints
+from jaxpar.train.runs import stores, training_checkpoints
 from jaxpar.train.runs.bucket import copy, copy_of, folder_here, remote_runs, run_here, send, sender
 from jaxpar.train.runs.bucket.layout import UPLOADED, names_below
 from jaxpar.train.runs.checkpoints import Checkpoints
@@ -104,6 +104,7 @@ def test_a_step_that_an_outage_kept_here_is_sent_at_the_next_save(bucket, monkey
     folder = run_here(bucket.url)
     keep_config(folder, Config())
     checkpoints = TrainingCheckpoints(folder / "checkpoints", CheckpointConfig(keep_best=False))
+    own = copy_of(folder)
 
     def refuse(self: Bucket, file: Path, name: str) -> None:
         raise UserError(f"{name} cannot be written (503), and was tried for 300 s")
@@ -111,8 +112,9 @@ def test_a_step_that_an_outage_kept_here_is_sent_at_the_next_save(bucket, monkey
     with monkeypatch.context() as outage:
         outage.setattr(Bucket, "send", refuse)
         checkpoints.save(1, state(1), {})
+        checkpoints._manager.wait_until_finished()
         with pytest.raises(UserError):  # noted; no save has waited for it yet
-            checkpoints._sender._step.result(30)
+            own.sender._step.result(30)  # pyright: ignore[reportOptionalMemberAccess]
     checkpoints.save(2, state(2), {})
     checkpoints.close()
     assert "step 1 was not sent" in capsys.readouterr().err
@@ -171,7 +173,7 @@ def test_a_save_takes_until_the_bucket_has_it(bucket, monkeypatch):
     checkpoints.save(1, state(1), {})
     checkpoints.wait()
     took = time.time() - began
-    assert 0.8 < checkpoints.sending_seconds <= took
+    assert 0.8 < checkpoints.store.seconds <= took
     checkpoints.close()
     # and so it does for who reads the run elsewhere, by the time of the last object
     assert 0.8 < _write_seconds(another_process(bucket), 1) < took + 1
@@ -487,10 +489,30 @@ def test_a_run_that_is_refused_sends_nothing_more(bucket):
     assert bucket.find("config.toml") is None
 
 
+def test_a_step_that_is_written_after_the_run_was_lost_is_not_sent(bucket, monkeypatch):
+    folder = run_here(bucket.url)
+    keep_config(folder, Config())
+    checkpoints = TrainingCheckpoints(folder / "checkpoints", CheckpointConfig(keep_best=False))
+    stopped = threading.Event()
+    write_manifest = training_checkpoints.write_manifest
+
+    def write_late(*arguments: Any) -> None:
+        assert stopped.wait(30)
+        write_manifest(*arguments)
+
+    monkeypatch.setattr(training_checkpoints, "write_manifest", write_late)
+    checkpoints.save(1, state(1), {})
+    checkpoints.stop_sending()
+    stopped.set()
+    checkpoints.wait()
+    assert (folder / "checkpoints/1").is_dir() and not bucket.files("checkpoints")
+    checkpoints.close()
+
+
 def test_the_disk_that_is_too_full_is_that_of_the_copy(bucket, tmp_path, monkeypatch):
     folder = run_here(bucket.url)
     checkpoints = TrainingCheckpoints(folder / "checkpoints", CheckpointConfig())
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    monkeypatch.setattr(stores.shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
     with pytest.raises(UserError) as error:
         checkpoints.save(1, state(1), {})
     said = with_urls(str(error.value))

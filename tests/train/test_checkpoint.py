@@ -24,8 +24,8 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import replicated_sharding
 from jaxpar.train.restore import load_run
-from jaxpar.train.restore.beside import read_beside
-from jaxpar.train.runs import orbax_options, training_checkpoints
+from jaxpar.train.restore.metadata import read_metadata
+from jaxpar.train.runs import orbax_options, stores, training_checkpoints
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
@@ -273,10 +273,10 @@ def test_an_order_of_layers_has_each_once_and_perhaps_empty_places(
     saved = {"iterator": None, "training_tokens": None, "layer_order": order}
     checkpoints = SimpleNamespace(folder=Path("checkpoints"), data=lambda step: saved)
     if right:
-        assert read_beside(checkpoints, 1, layers=3) == saved  # pyright: ignore[reportArgumentType]
+        assert read_metadata(checkpoints, 1, layers=3) == saved  # pyright: ignore[reportArgumentType]
     else:
         with pytest.raises(UserError, match="layer_order is not the numbers of 3 layers"):
-            read_beside(checkpoints, 1, layers=3)  # pyright: ignore[reportArgumentType]
+            read_metadata(checkpoints, 1, layers=3)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_save_that_failed_on_another_process_is_raised_on_this_one_too(
@@ -315,21 +315,19 @@ def test_of_copies_on_several_devices_one_counts_for_the_room_of_a_save(
 ) -> None:
     # `step` has a copy on each of the 8 devices, and `w` two copies of each of its parts
     state = state_on(plan_of(data=2, fsdp=4))
-    assert training_checkpoints._own_bytes(state) == 4 + 8 * 16 * 4
+    assert stores.bytes_to_write(state, "copy") == 4 + 8 * 16 * 4
+    assert stores.bytes_to_write(state, "own") == 4 + 8 * 16 * 4
+    assert stores.bytes_to_write(state, "shared") == 4 + 8 * 16 * 4
 
 
 def test_each_process_with_a_copy_of_its_own_asks_its_disk_for_room(
     tmp_path: Path, plan_of: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints = TrainingCheckpoints(tmp_path, CheckpointConfig())
     asked = list[int]()
-    monkeypatch.setattr(
-        training_checkpoints, "require_space", lambda folder, size, disk="": asked.append(size)
-    )
-    monkeypatch.setattr(training_checkpoints.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(stores, "require_space", lambda folder, size, disk: asked.append(size))
+    monkeypatch.setattr(stores.jax, "process_index", lambda: 1)
     state = state_on(plan_of(fsdp=8))
-    checkpoints._require_room(state)
+    stores.CheckpointStore(tmp_path).require_room(state)
     assert not asked, "the first process asks the disk that all write to"
-    checkpoints._disk = "copy"
-    checkpoints._require_room(state)
+    stores.OwnDiskStore(tmp_path).require_room(state)
     assert asked == [4 + 8 * 16 * 4]

@@ -28,7 +28,6 @@ from jaxpar.models.views import base_config
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment, make_plan
 from jaxpar.train.restore import (
-    beside_state,
     config_of,
     drop_stages,
     export_run,
@@ -39,6 +38,7 @@ from jaxpar.train.restore import (
     load_run,
     restore_state,
     saved_part,
+    state_metadata,
 )
 from jaxpar.train.runs.folder.run_folder import read_run_config
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
@@ -179,7 +179,7 @@ def test_a_checkpoint_with_the_old_names_of_lora_is_read_to_the_bit(
     saved = with_old_names(saved_part(state, model))
     assert "q_lora_a" in saved.params["blocks"] and "lora" not in saved.params["blocks"]
     checkpoints = TrainingCheckpoints(tmp_path / "checkpoints", config.checkpoint)
-    beside = beside_state(experiment, None, None, fingerprint(model, state.params))
+    beside = state_metadata(experiment, None, None, fingerprint(model, state.params))
     step = int(state.step)
     checkpoints.save(step, saved, beside)
     found, _ = restore_state(checkpoints, step, experiment)

@@ -17,7 +17,9 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Plan
 from jaxpar.models import Model
 from jaxpar.models.masks import layer_masks
-from jaxpar.parallel.cache import EMPTY, DecodeOps
+from jaxpar.parallel.cache import EMPTY, NewTokens, attend_cached
+from jaxpar.parallel.mesh_ops import MeshOps
+from jaxpar.parallel.ops import AttentionCall
 from jaxpar.train.generation import Generator, bucket
 from jaxpar.train.generation.sampling import Sampling, draw
 from jaxpar.verify.reference_ops import ReferenceOps
@@ -284,21 +286,10 @@ def test_a_new_token_is_attended_as_the_last_of_a_whole_sequence(
         k: jax.Array,
         v: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        ops = DecodeOps(
-            plan,
-            before=[before],
-            slot=8,
-            places_BT=places,
-            place_B=jnp.array([8, 8]),
-        )
-        found = ops.attention(
-            q[:, -1:],
-            k[:, -1:],
-            v[:, -1:],
-            mask,
-            softcap=2.0,
-        )
-        return found, ReferenceOps(plan).attention(q, k, v, mask, softcap=2.0)[
+        call = AttentionCall(q[:, -1:], k[:, -1:], v[:, -1:], mask, softcap=2.0)
+        new = NewTokens(8, jnp.array([8, 8]), places)
+        found, _ = attend_cached(call, before, MeshOps(plan), plan=plan, new=new)
+        return found, ReferenceOps(plan).attention(AttentionCall(q, k, v, mask, softcap=2.0))[
             :,
             -1:,
         ]

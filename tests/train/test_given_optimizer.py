@@ -19,7 +19,7 @@ from jaxpar.train.experiments import make_experiment
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.optimizer.given_optimizer import as_optimizer, other_optimizer_note
 from jaxpar.train.optimizer.pruning import PruningState
-from jaxpar.train.restore.beside import beside_state
+from jaxpar.train.restore.metadata import state_metadata
 from jaxpar.train.restore.trained_state import require_optimizer
 
 
@@ -97,13 +97,13 @@ def test_an_optimizer_of_ones_own_class_prunes_and_is_not_the_configs(tmp_path: 
     assert isinstance(experiment.state.opt_state, PruningState)
     assert as_optimizer(experiment.optimizer, config) is experiment.optimizer  # pruned once
     assert experiment.optimizer_fingerprint is not None
-    saved = beside_state(experiment, None, None, None)["optimizer"]
+    saved = state_metadata(experiment, None, None, None)["optimizer"]
     require_optimizer(experiment.optimizer, saved, tmp_path)
     configs_own = make_experiment(config, devices)
     with pytest.raises(UserError, match="was trained with an optimizer that a program gave"):
         require_optimizer(configs_own.optimizer, saved, tmp_path)
     with pytest.raises(UserError, match=r"optimizer\.name=adamw, and here an optimizer is given"):
-        saved = beside_state(configs_own, None, None, None)["optimizer"]
+        saved = state_metadata(configs_own, None, None, None)["optimizer"]
         require_optimizer(experiment.optimizer, saved, tmp_path)
 
 

@@ -297,7 +297,7 @@ def test_why_no_kernel_serves_is_said_once(
     """By a run as it starts, and by an evaluation, which drops nothing out: as if CPUs had kernels
     that never serve.
     """
-    monkeypatch.setitem(dispatch._KERNELS, "cpu", ("splash", "pallas_tpu"))
+    monkeypatch.setattr(dispatch, "kernels_for", lambda platform: ["splash", "pallas_tpu"])
     line = "attention by plain XLA, in tiles, and no kernel"
     train(config, whole)
     said = " ".join(capsys.readouterr().out.split())

@@ -23,19 +23,18 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.toml import to_toml
 from jaxpar.cli.checkpoints import checkpoints_command
 from jaxpar.train.runs import list_checkpoints
-from jaxpar.train.runs.checkpoints import Checkpoints
+from jaxpar.train.runs.checkpoints import Checkpoints, find_newest_whole
 from jaxpar.train.runs.folder.manifest import (
     MANIFEST,
-    METADATA,
     DamagedCheckpoint,
     UnreadCheckpoint,
     require_whole,
     write_manifest,
 )
+from jaxpar.train.runs.folder.orbax_names import STEP_METADATA
 from jaxpar.train.runs.folder.steps import clear_up, steps_in
 from jaxpar.train.runs.folder.val_losses import Losses
 from jaxpar.train.runs.locks.in_use import in_use, steps_in_use
-from jaxpar.train.runs.newest_whole import find_newest_whole
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
 PIECE = mmap.ALLOCATIONGRANULARITY
@@ -311,12 +310,12 @@ def test_a_step_of_which_the_disk_does_not_give_the_last_file_is_no_damaged_one(
 ) -> None:
     folder = tmp_path / "checkpoints" / "3"
     (folder / "state").mkdir(parents=True)
-    (folder / METADATA).write_text("{}")
+    (folder / STEP_METADATA).write_text("{}")
     write_manifest(folder, 3, {})
     read = Path.read_bytes
 
     def fail(path: Path) -> bytes:
-        if path.name == METADATA:
+        if path.name == STEP_METADATA:
             raise OSError(5, "Input/output error")
         return read(path)
 

@@ -22,7 +22,7 @@ from jaxpar.cli.main import main
 from jaxpar.cli.trained import EvalArgs
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment
-from jaxpar.train.restore import beside_state, saved_part
+from jaxpar.train.restore import saved_part, state_metadata
 from jaxpar.train.runs.folder.run_folder import (
     compare_run,
     keep_config,
@@ -137,7 +137,7 @@ def test_an_old_run_is_evaluated_generated_from_and_exported(
     checkpoints.save(
         5,
         saved_part(state, model),
-        beside_state(experiment, None, None, None),
+        state_metadata(experiment, None, None, None),
     )
     checkpoints.close()
     assert main(["eval", str(run)]) == 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,11 @@ from traced_steps import config_of
 
 from jaxpar.base.config import CheckpointConfig, Config, load_config, override, parse
 from jaxpar.base.config.checks import check
-from jaxpar.base.config.optimizer import OptimizerName, _Settings
+from jaxpar.base.config.optimizer import OptimizerConfig, OptimizerSettings
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.placements import local_bytes
 from jaxpar.base.layout.sharding import path_name
+from jaxpar.base.registry import OPTIMIZERS
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.rehearse.targets import load_target
@@ -36,7 +38,8 @@ from jaxpar.train.optimizer.per_matrix import (
     per_matrix,
 )
 from jaxpar.train.optimizer.update import update
-from jaxpar.train.restore import beside_state, restore_state
+from jaxpar.train.optimizer.updated_part import Part
+from jaxpar.train.restore import restore_state, state_metadata
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.state import TrainState
 from jaxpar.train.state_memory import state_bytes
@@ -363,14 +366,19 @@ def test_first_moments_in_bfloat16_and_in_host_memory(name: str) -> None:
         assert np.linalg.norm(np.asarray(x) - np.asarray(y)) < limit * moved
 
 
-def test_settings_say_whether_there_are_first_moments_as_the_optimizer_does() -> None:
-    """And settings that say nothing have none."""
-    assert not _Settings().rounds_first_moments
+def test_each_optimizer_of_ours_has_its_settings_in_the_table_of_its_name() -> None:
+    """And first moments where it registers them, but for a momentum of 0."""
+    tables = {one.name: type(one.default) for one in fields(OptimizerConfig)}
+    assert {name: one.settings for name, one in OPTIMIZERS.items()} == {
+        name: kind for name, kind in tables.items() if issubclass(kind, OptimizerSettings)
+    }
     momentum = {"optimizer.sgd.momentum": 0.9, "optimizer.adafactor.momentum": 0.9}
-    for name in get_args(OptimizerName):
-        chosen = override(Config(), {"optimizer.name": name} | momentum)
-        first = config_optimizer(chosen).first_moments
-        assert chosen.optimizer.settings.rounds_first_moments == bool(first), name
+    for name, one in OPTIMIZERS.items():
+        chosen = override(Config(), {"optimizer.name": name} | momentum).optimizer
+        assert chosen.rounds_first_moments == bool(one.first_moments), name
+    for name in ("sgd", "adafactor"):
+        none = {"optimizer.name": name, f"optimizer.{name}.momentum": 0.0}
+        assert not override(Config(), none).optimizer.rounds_first_moments
 
 
 @pytest.mark.slow
@@ -532,7 +540,7 @@ def test_a_state_is_not_read_as_that_of_another_optimizer(tmp_path: Path) -> Non
     ):
         state = init_state(Experiment(one, saved.model, saved.plan, saved.optimizer))
         checkpoints = TrainingCheckpoints(tmp_path / str(number), CheckpointConfig())
-        checkpoints.save(0, state, beside_state(saved, None, None, None))
+        checkpoints.save(0, state, state_metadata(saved, None, None, None))
         checkpoints.wait()
         with pytest.raises(UserError, match=message):
             restore_state(checkpoints, 0, other)
@@ -627,7 +635,8 @@ def test_what_muons_step_works_with_is_what_the_compiler_says(mesh: dict[str, in
 
     def step(params: Any, opt_state: Any, grads: Any) -> Any:
         sums = LossSums(*jnp.ones(3))
-        done = update(params, opt_state, grads, sums, axes, experiment.optimizer, plan)
+        part = Part(params, opt_state, grads, axes)
+        done = update(part, sums, experiment.optimizer, plan)
         return done.params, done.opt_state
 
     places = jax.tree.map(lambda x: x.sharding, (params, state.opt_state))

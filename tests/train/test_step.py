@@ -614,7 +614,7 @@ def test_an_evaluation_is_compiled_with_the_options_of_the_training_step(
     lowered = make_eval_step(experiment).lower(state.params, batch)
     assert options_of(lowered) == {"xla_cpu_enable_fast_math": False}
     monkeypatch.setattr(
-        "jaxpar.train.step.eval_step.step_options", lambda *_: {"xla_of_this_mesh": True}
+        "jaxpar.train.experiment.step_options", lambda *_: {"xla_of_this_mesh": True}
     )
     lowered = make_eval_step(experiment).lower(state.params, batch)
     assert options_of(lowered) == {"xla_of_this_mesh": True}

@@ -32,6 +32,7 @@ from jaxpar.train.optimizer import decay_mask, pack_moments
 from jaxpar.train.optimizer.learning_rate import learning_rate
 from jaxpar.train.optimizer.named_optimizers import config_optimizer
 from jaxpar.train.optimizer.update import update
+from jaxpar.train.optimizer.updated_part import Part
 from jaxpar.train.restore import restore_state
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.state import TrainState
@@ -307,7 +308,7 @@ def test_gradients_are_clipped_from_the_norm_on(norm: float, plan_of: Callable[.
     state = optimizer.make(axes).init(params)
     grads = {"head": {"w": jnp.full((3, 4), norm * tokens / 12**0.5)}}
     sums = LossSums(jnp.float32(1), jnp.float32(1), jnp.float32(tokens))
-    new = update(params, state, grads, sums, axes, optimizer, plan_of())
+    new = update(Part(params, state, grads, axes), sums, optimizer, plan_of())
     np.testing.assert_allclose(new.norm, norm, rtol=1e-6)
     made = np.linalg.norm(new.params["head"]["w"]) / config.train.learning_rate
     # float32 sums of 12 squares
@@ -350,14 +351,8 @@ def test_a_step_that_is_not_finite_changes_nothing(
             jax.tree.map(place, params),
             optax.tree.set(opt_state, mu=next(moments), nu=next(moments)),
         )
-        new = update(
-            *state,
-            grads,
-            LossSums(nll, nll, jnp.float32(8)),
-            axes,
-            optimizer,
-            plan,
-        )
+        sums = LossSums(nll, nll, jnp.float32(8))
+        new = update(Part(*state, grads, axes), sums, optimizer, plan)
         return jax.tree.map(on_device, (new.params, new.opt_state, new.overflows))
 
     *first, overflows = jax.tree.map(np.asarray, stepped(opt_state, 2.0, 5.0))
@@ -403,7 +398,8 @@ def test_moments_follow_gradients_that_grow_and_shrink(
     def run(params: Any, opt_state: Any, slope: float, steps: int) -> Any:
         def step(_: Any, state: Any) -> Any:
             grads = {"head": {"w": jnp.full((2, 2), slope)}}
-            new = update(*state, grads, LossSums(one, one, one), axes, optimizer, plan)
+            sums = LossSums(one, one, one)
+            new = update(Part(*state, grads, axes), sums, optimizer, plan)
             return new.params, new.opt_state
 
         return jax.lax.fori_loop(0, steps, step, (params, opt_state))

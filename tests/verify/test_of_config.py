@@ -32,7 +32,8 @@ from jaxpar.parallel import choose_attention
 from jaxpar.parallel.cpu_collective_order import order_token_after, ready_after
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.experts import token_choice
-from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.mesh_ops import MeshOps
+from jaxpar.parallel.ops import AttentionCall
 from jaxpar.train import step
 from jaxpar.train.experiment import Experiment
 from jaxpar.verify.comparison import Answer
@@ -86,7 +87,7 @@ def one_reference_each() -> Iterator[None]:
                 precision,
                 exact,
                 repr(ops),
-                repr(Ops.attention),
+                repr(MeshOps.attention),
             )
         )
         if key not in compiled:
@@ -445,12 +446,12 @@ def verified(fault: str) -> verify.Verification:
         accumulation,
     )
     config = override(config, {"model.scan_layers": False})  # two blocks compile faster than a loop
-    own = Ops.attention
+    own = MeshOps.attention
     with pytest.MonkeyPatch.context() as patch:
         if fault == "mask":
             off = lambda ops, *x: ReferenceOps(ops.plan, offset=1).attention(*x)  # noqa: E731
             patch.setattr(
-                Ops,
+                MeshOps,
                 "attention",
                 lambda ops, *x: (off if ops.plan.mesh.size > 1 else own)(
                     ops,
@@ -652,12 +653,13 @@ def test_a_fault_of_an_op_is_told_from_one_of_the_mesh(monkeypatch: pytest.Monke
     """The attention hands back half a gradient on any number of devices; the reference has ops of
     its own.
     """
-    own = Ops.attention
+    own = MeshOps.attention
 
-    def halved(ops: Ops, q: jax.Array, *rest: Any) -> jax.Array:
-        return own(ops, (q + jax.lax.stop_gradient(q)) / 2, *rest)
+    def halved(ops: MeshOps, call: AttentionCall) -> jax.Array:
+        q = call.q_BSHh
+        return own(ops, call._replace(q_BSHh=(q + jax.lax.stop_gradient(q)) / 2))
 
-    monkeypatch.setattr(Ops, "attention", halved)
+    monkeypatch.setattr(MeshOps, "attention", halved)
     found = verify.verify(
         config_of((1, 1, 1), "llama", False, False, 1),
         jax.devices()[:1],

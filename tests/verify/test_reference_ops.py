@@ -18,7 +18,8 @@ from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.base.layout.plan import Plan
 from jaxpar.kernels.masks import Causal, Window
 from jaxpar.models import FAMILIES, Model
-from jaxpar.parallel import Ops
+from jaxpar.parallel import MeshOps
+from jaxpar.parallel.ops import AttentionCall, LogitsCall, LossCall
 from jaxpar.verify.of_config.losses_and_gradients import Case, one_device
 from jaxpar.verify.of_config.shrink import shrink
 from jaxpar.verify.reference_ops import ReferenceOps
@@ -82,7 +83,7 @@ def test_one_weight_is_taken_as_one_of_several(plan: Plan) -> None:
 
     watched = dataclasses.replace(plan, overlap=Watched(**vars(plan.overlap)))
     want = np.einsum("bsd,df->bsf", x, up) + bias
-    for ops in (ReferenceOps(plan), Ops(watched)):
+    for ops in (ReferenceOps(plan), MeshOps(watched)):
         for found in (
             ops.column_linear(x, up, ("mlp",), bias),
             ops.column_linear(x, [up], [("mlp",)], [bias])[0],
@@ -107,12 +108,7 @@ def test_attention_by_loops(plan: Plan, packed: bool) -> None:
         segments = np.zeros((2, 5), int)
     ids = jnp.asarray(segments) if packed else None
     out = ReferenceOps(plan).attention(
-        q,
-        k,
-        v,
-        Causal() & Window(2),
-        ids,
-        softcap=1.5,
+        AttentionCall(q, k, v, Causal() & Window(2), ids, softcap=1.5)
     )
     for b, t, h in np.ndindex(2, 5, 4):
         seen = [s for s in range(max(t - 2, 0), t + 1) if segments[b, s] == segments[b, t]]
@@ -132,12 +128,14 @@ def test_a_shifted_mask_is_another(plan: Plan) -> None:
     q = drawn(2, 5, 2, 3)
     k = drawn(2, 5, 2, 3)
     v = drawn(2, 5, 2, 3)
-    later = ReferenceOps(plan, offset=1).attention(q, k, v, Causal())
+    later = ReferenceOps(plan, offset=1).attention(AttentionCall(q, k, v, Causal()))
     np.testing.assert_allclose(
-        later[:, -1], ReferenceOps(plan).attention(q, k, v, Causal())[:, -1], rtol=1e-6
+        later[:, -1],
+        ReferenceOps(plan).attention(AttentionCall(q, k, v, Causal()))[:, -1],
+        rtol=1e-6,
     )
     assert np.max(np.abs(later[:, 0] - v[:, 0])) > 0.1
-    earlier = ReferenceOps(plan, offset=-1).attention(q, k, v, Causal())
+    earlier = ReferenceOps(plan, offset=-1).attention(AttentionCall(q, k, v, Causal()))
     np.testing.assert_allclose(earlier[:, 1], v[:, 0], rtol=1e-6)
     np.testing.assert_allclose(
         earlier[:, 0],
@@ -156,11 +154,7 @@ def test_loss_by_loops(plan: Plan) -> None:
         ]
     )
     sums = ReferenceOps(plan).linear_cross_entropy(
-        x,
-        head,
-        jnp.asarray(labels),
-        6,
-        z_loss=0.1,
+        LossCall(LogitsCall(x, head, 6), jnp.asarray(labels), z_loss=0.1)
     )
     nll = squares = 0.0
     for b, s in np.argwhere(labels >= 0):
@@ -207,7 +201,7 @@ def test_the_reference_holds_no_derivative_written_by_hand(family: str, plan: Pl
 
 
 def test_the_reference_has_the_signatures_of_what_it_stands_for() -> None:
-    ours = {name: op for name, op in vars(Ops).items() if not name.startswith("_")}
+    ours = {name: op for name, op in vars(MeshOps).items() if not name.startswith("_")}
     for name, op in ours.items():
         assert (
             inspect.signature(getattr(ReferenceOps, name)).parameters.keys()

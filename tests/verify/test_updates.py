@@ -10,7 +10,12 @@ import pytest
 from traced_steps import config_of
 
 from jaxpar.base.config import override
+from jaxpar.base.layout.plan import Plan
 from jaxpar.models import Model
+from jaxpar.parallel.cross_entropy import LossSums
+from jaxpar.train.optimizer import Optimizer
+from jaxpar.train.optimizer.update import Updated
+from jaxpar.train.optimizer.updated_part import Part
 from jaxpar.verify.comparison import Answer, by_name
 from jaxpar.verify.of_config import updates
 from jaxpar.verify.of_config.losses_and_gradients import Case
@@ -54,10 +59,10 @@ def test_a_host_moves_parameters_as_one_device_does(name: str) -> None:
 def test_a_step_that_differs_on_a_mesh_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = updates.update
 
-    def wrong(params: Any, state: Any, grads: Any, sums: Any, axes: Any, *rest: Any) -> Any:
-        if rest[-1].mesh.size > 1:
-            grads["blocks"]["q"] = -grads["blocks"]["q"]
-        return right(params, state, grads, sums, axes, *rest)
+    def wrong(part: Part, sums: LossSums, optimizer: Optimizer, plan: Plan) -> Updated:
+        if plan.mesh.size > 1:
+            part.grads["blocks"]["q"] = -part.grads["blocks"]["q"]
+        return right(part, sums, optimizer, plan)
 
     monkeypatch.setattr(updates, "update", wrong)
     verdict = updates.compare_updates(*case("sgd"))

@@ -1,21 +1,20 @@
 """Refuses a config whose values are wrong: of another type, out of their range, of a name that
 nobody registered, too large for any machine, or in contradiction with each other.
 
-No device or file is looked at, and nothing is built. What only training reads of a config, and its
-contradictions, are in `jaxpar.base.config.training_rules`.
+No device or file is looked at, and nothing is built. What a setting may be and what it contradicts
+is said at its field, beside its type.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jaxpar.base.config.fitting_batch import batch_shards, fitting_batch
 from jaxpar.base.config.hidden_pairs import require_layers
-from jaxpar.base.config.schema import Config, ModelConfig
-from jaxpar.base.config.training_rules import only_training, outdated_keys, training_rules
+from jaxpar.base.config.schema import Config
 from jaxpar.base.errors import UserError, short
+from jaxpar.base.field_marks import Idle, Rule, Trait, keys_with, marks_of
 from jaxpar.base.ranges import ranges, require_ranges
 from jaxpar.base.registry import require_names
 from jaxpar.base.toml import as_tables, flatten, from_dict
@@ -32,7 +31,8 @@ def check(config: Config, training: bool = True) -> Config:
     Args:
       config: the config.
       training: whether it is to be trained. Otherwise what only training reads may have any value
-        of its type, as a run of an earlier version may.
+        of its type, as a run of an earlier version may: such values stop nobody from evaluating it,
+        from generating with it or from exporting it.
 
     Returns:
       The config as it is.
@@ -51,18 +51,25 @@ def check(config: Config, training: bool = True) -> Config:
     require_names(Config, values)
     _require_size(config)
     require_layers(config.distill.hidden, config.model.layers)
-    messages = [*_of_model(config.model), *_of_step(config)]
-    if training:
-        messages += _of_pruning(config)
-        messages += [rule.message for rule in training_rules(config) if rule.broken]
-    if messages:
-        raise UserError(messages[0])
+    for key, rules in marks_of(Config, Rule).items():
+        for rule in rules:
+            asked = training or not (rule.training or only_training(key))
+            if asked and (message := rule.message(config)):
+                raise UserError(message)
     return config
+
+
+def only_training(key: str) -> bool:
+    """Whether a dotted key is read by training alone: an evaluation is the same whatever its
+    value is.
+    """
+    of_training = keys_with(Config, Trait.TRAINING_ONLY)
+    return key in of_training - keys_with(Config, Trait.EVALUATION_TOO)
 
 
 def outdated(config: Config) -> set[str]:
     """Return which values of an older run's config would be refused today where only training reads
-    them.
+    them. A run that goes on may replace them.
 
     Args:
       config: the config of the run.
@@ -70,7 +77,23 @@ def outdated(config: Config) -> set[str]:
     Returns:
       Their dotted keys.
     """
-    return outdated_keys(config, flatten(config), ranges(Config))
+    values = flatten(config)
+    outside = {
+        key
+        for key, allowed in ranges(Config).items()
+        if only_training(key) and not allowed.holds_all(values[key])
+    }
+    may_be_idle = marks_of(Config, Idle)
+    contradict = set[str]()
+    for key, rules in marks_of(Config, Rule).items():
+        if not only_training(key):
+            continue
+        broken = [rule for rule in rules if rule.message(config)]
+        # such as the decay of an optimizer that is not the one
+        if broken and any(mark.when(config) for mark in may_be_idle.get(key, ())):
+            continue
+        contradict |= {other for rule in broken for other in (key, *rule.also)}
+    return outside | contradict
 
 
 def require_settled(config: Config) -> None:
@@ -89,85 +112,6 @@ def require_settled(config: Config) -> None:
         still.append(f"memory.budget = {config.memory.budget}")
     if still:
         raise UserError(f"{', '.join(still)}: still to be settled, by jaxpar.plan.resolve(config)")
-
-
-def _of_model(model: ModelConfig) -> Iterator[str]:
-    """The contradictions between the sizes of a model, a message each."""
-    low = model.rope_low_freq_factor
-    high = model.rope_high_freq_factor
-    if model.rope_factor != 1 and low >= high:
-        yield (
-            f"model.rope_low_freq_factor={low:g} is not below model.rope_high_freq_factor={high:g}"
-            ": between the two RoPE goes from scaled to not scaled"
-        )
-    if model.head_dim == 0 and model.embed % model.heads:
-        yield (
-            f"model.embed={model.embed} is not a multiple of model.heads={model.heads}: set "
-            "model.head_dim"
-        )
-    if model.kv_heads > 0 and model.heads % model.kv_heads:
-        yield f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"
-    if not model.masks:
-        yield 'model.masks is empty: masks = ["causal"] is the usual one'
-    if model.lora.rank > 0 and not model.lora.targets:
-        yield "model.lora.targets=[] adapts nothing: name a matrix"
-    yield from model.sparsity.contradictions()
-    if model.lora.rank > 0 and model.sparsity.form:
-        yield (
-            f"model.lora.rank={model.lora.rank} with model.sparsity.form={model.sparsity.form}: "
-            "merged into a sparse matrix, the product of a pair would make it dense: use one of "
-            "them"
-        )
-    chosen = model.experts_per_token
-    if model.experts != 0 and not 1 <= chosen <= model.experts:
-        yield f"model.experts_per_token={chosen} is not in 1..model.experts={model.experts}"
-
-
-def _of_pruning(config: Config) -> Iterator[str]:
-    """What cannot be pruned, a message each."""
-    yield from config.pruning.contradictions(config.train.steps, config.model.layers)
-    method = config.pruning.method
-    if method == "none":
-        return
-    if config.model.sparsity.form:
-        yield (
-            f"pruning.method={method} with model.sparsity.form={config.model.sparsity.form}: both "
-            "choose which entries count: use one of them"
-        )
-    if config.model.lora.rank > 0:
-        yield (
-            f"pruning.method={method} with model.lora.rank={config.model.lora.rank}: what would be "
-            "pruned is frozen beside LoRA: use one of them"
-        )
-    streamed = [
-        name for name in ("optimizer", "parameters") if getattr(config.memory, name) == "offload"
-    ]
-    if streamed:
-        yield (
-            f"pruning.method={method} with memory.{streamed[0]}=offload: the choice looks at all "
-            f"layers at once, and they pass the device one by one: try memory.{streamed[0]}=device"
-        )
-
-
-def _of_step(config: Config) -> Iterator[str]:
-    """The contradictions between a model and its batches, a message each."""
-    model = config.model
-    seq_len = config.data.seq_len
-    batch = config.train.batch
-    parts = config.train.accumulation
-    if config.overlap.domino in ("on", "sequence") and model.dropout > 0:
-        yield (
-            f"overlap.domino with model.dropout={model.dropout}: halves of a batch would drop "
-            "other entries than the whole, leave one of them out"
-        )
-    if seq_len > model.max_seq_len:
-        yield f"data.seq_len={seq_len} is not in 1..model.max_seq_len={model.max_seq_len}"
-    # where the devices decide how many share a batch, the plan is asked
-    if batch % parts and (shards := batch_shards(config)):
-        yield (
-            f"train.batch={batch} does not split into train.accumulation={parts} microbatches: "
-            f"try train.batch={fitting_batch(config, shards)}"
-        )
 
 
 def _require_types(values: Mapping[str, Any]) -> None:

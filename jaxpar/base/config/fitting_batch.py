@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import math
 
-from jaxpar.base.config.schema import Config
+from jaxpar.base.field_marks import WholeConfig
 from jaxpar.base.layout.mesh import total_sizes
 from jaxpar.base.layout.rules import named_axes
 
 
-def batch_shards(config: Config) -> int:
+def batch_shards(config: WholeConfig) -> int:
     """Count the devices that share a batch under the mesh of a config.
 
     Args:
@@ -27,7 +27,7 @@ def batch_shards(config: Config) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
-def fitting_batch(config: Config, shards: int) -> int:
+def fitting_batch(config: WholeConfig, shards: int) -> int:
     """Find the next batch, from the config's own on, that splits as the config asks.
 
     Args:

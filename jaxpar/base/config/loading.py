@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxpar.base.config.schema import Config, TrainConfig
+from jaxpar.base.config.schema import Config
+from jaxpar.base.config.train import TrainConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.key_aliases import suggest_key
 from jaxpar.base.old_keys import renew_changes, renew_tables
@@ -73,7 +74,7 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
     changes = renew_changes(changes, config.train.learning_rate, "override")
     for key in changes:
         if key not in known:
-            raise UserError(f"override: unknown key {key}{suggest_key(key, known)}")
+            raise UserError(f"override: unknown key {key}{suggest_key(key, known, Config)}")
     return from_dict(Config, as_tables(known | dict(changes)), "override")
 
 

@@ -6,12 +6,92 @@ What it does to a step is in `jaxpar.train.optimizer.pruning`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxpar.base.config.sparsity import MATRICES
+from jaxpar.base.config.sparsity import MATRICES, unknown_matrix
+from jaxpar.base.field_marks import Called, Idle, Rule, WholeConfig
 from jaxpar.base.ranges import MOST_STEPS, Range
+
+_NOT_PRUNED = Idle(
+    lambda c: c.pruning.method == "none",
+    "pruning.method is none",
+    "add --pruning.method magnitude",
+)
+
+
+def _shares_of_layers(config: WholeConfig) -> str:
+    shares = len(config.pruning.sparsity_by_depth)
+    layers = config.model.layers
+    if config.pruning.method == "none" or shares <= layers:
+        return ""
+    return (
+        f"pruning.sparsity_by_depth has {shares} shares, and model.layers={layers}: give a share "
+        "for each layer, or fewer"
+    )
+
+
+def _begins_before_end(config: WholeConfig) -> str:
+    pruning = config.pruning
+    last = pruning.last(config.train.steps)
+    if pruning.method == "none" or pruning.begin < last:
+        return ""
+    return (
+        f"pruning.begin={pruning.begin} is not before the last choice, after step {last}: set "
+        "pruning.end above it, or more train.steps"
+    )
+
+
+def _pruned_matrices(config: WholeConfig) -> str:
+    if config.pruning.method == "none":
+        return ""
+    return unknown_matrix("pruning.targets", config.pruning.targets)
+
+
+def _beside_sparsity(config: WholeConfig) -> str:
+    method = config.pruning.method
+    form = config.model.sparsity.form
+    if method == "none" or not form:
+        return ""
+    return (
+        f"pruning.method={method} with model.sparsity.form={form}: both choose which entries "
+        "count: use one of them"
+    )
+
+
+def _beside_lora(config: WholeConfig) -> str:
+    method = config.pruning.method
+    rank = config.model.lora.rank
+    if method == "none" or rank <= 0:
+        return ""
+    return (
+        f"pruning.method={method} with model.lora.rank={rank}: what would be pruned is frozen "
+        "beside LoRA: use one of them"
+    )
+
+
+def _on_device(config: WholeConfig) -> str:
+    method = config.pruning.method
+    memory = config.memory
+    streamed = [name for name in ("optimizer", "parameters") if getattr(memory, name) == "offload"]
+    if method == "none" or not streamed:
+        return ""
+    return (
+        f"pruning.method={method} with memory.{streamed[0]}=offload: the choice looks at all "
+        f"layers at once, and they pass the device one by one: try memory.{streamed[0]}=device"
+    )
+
+
+_BY_DEPTH = Idle(
+    lambda c: bool(c.pruning.sparsity_by_depth),
+    "pruning.sparsity_by_depth is given and takes its place",
+    "give only one of the two",
+)
+_NOTHING_GROWS = Idle(
+    lambda c: c.pruning.method not in ("none", "rigl"),
+    "pruning.method is not rigl, which alone drops weights and grows others",
+    "add --pruning.method rigl",
+)
 
 
 @dataclass(frozen=True)
@@ -19,31 +99,54 @@ class Pruning:
     """Weights that are set to zero while they are trained, and stay there until a method lets them
     grow again. Which ones is state beside the optimizer's: see docs/sparsity.md."""
 
-    method: Literal["none", "magnitude", "movement", "rigl"] = "none"
+    method: Annotated[
+        Literal["none", "magnitude", "movement", "rigl"],
+        Rule(_beside_sparsity, training=True),
+        Rule(_beside_lora, training=True),
+        Rule(_on_device, training=True),
+        Called("prune pruner pruning_method sparse_training"),
+    ] = "none"
     """magnitude: more and more of the smallest (Zhu & Gupta 2017, arXiv:1710.01878). movement: more
     and more of those that training moves towards zero (Sanh et al. 2020, arXiv:2005.07683). rigl:
     as many from the first step on, of which some are dropped and others grow (Evci et al. 2019,
     arXiv:1911.11134)."""
-    sparsity: Annotated[float, Range(0.0, 0.9999)] = 0.75
+    sparsity: Annotated[
+        float,
+        Range(0.0, 0.9999),
+        _NOT_PRUNED,
+        _BY_DEPTH,
+        Called("target_sparsity final_sparsity prune_ratio sparsity_ratio"),
+    ] = 0.75
     """The share of the entries of all pruned matrices that is zero in the end."""
-    distribution: Literal["uniform", "erdos_renyi"] = "uniform"
+    distribution: Annotated[Literal["uniform", "erdos_renyi"], _NOT_PRUNED] = "uniform"
     """How much of each matrix: all alike, or those with a small side less, as Erdos-Renyi graphs
     (arXiv:1911.11134, section 3): the share that is kept goes with (rows + columns) / (rows x
     columns)."""
-    sparsity_by_depth: tuple[Annotated[float, Range(0.0, 0.9999)], ...] = ()
+    sparsity_by_depth: Annotated[
+        tuple[Annotated[float, Range(0.0, 0.9999)], ...],
+        _NOT_PRUNED,
+        Rule(_shares_of_layers, training=True),
+    ] = ()
     """In place of `sparsity`: shares at even distances from the first layer to the last, with
     straight lines between them; as many as there are layers are one of each."""
-    targets: tuple[str, ...] = ()
+    targets: Annotated[tuple[str, ...], _NOT_PRUNED, Rule(_pruned_matrices, training=True)] = ()
     """The matrices of every block that are pruned: some of q, k, v, out, gate, up, down; none named
     = all that there are.
     """
-    begin: Annotated[int, Range(0, MOST_STEPS)] = 0
+    begin: Annotated[
+        int, Range(0, MOST_STEPS), _NOT_PRUNED, Rule(_begins_before_end, training=True)
+    ] = 0
     """The step after which the first weights are set to zero."""
-    end: Annotated[int, Range(0, MOST_STEPS)] = 0
+    end: Annotated[int, Range(0, MOST_STEPS), _NOT_PRUNED] = 0
     """The step after which nothing is chosen any more; 0 = three quarters of `train.steps`."""
-    every: Annotated[int, Range(1, MOST_STEPS)] = 100
+    every: Annotated[int, Range(1, MOST_STEPS), _NOT_PRUNED] = 100
     """Steps from one choice to the next."""
-    regrow: Annotated[float, Range(0.0, 1.0)] = 0.3
+    regrow: Annotated[
+        float,
+        Range(0.0, 1.0),
+        _NOT_PRUNED,
+        _NOTHING_GROWS,
+    ] = 0.3
     """Of rigl: the share of the weights that is dropped and grown at first; it falls to zero as a
     cosine.
     """
@@ -102,24 +205,3 @@ class Pruning:
             found |= dict.fromkeys(whole, 1.0)
             left -= sum(math.prod(sizes[name]) for name in whole)
         return found
-
-    def contradictions(self, steps: int, layers: int) -> Iterator[str]:
-        """Say what is wrong with the values for a training of so many steps and a model of so many
-        layers, a message each."""
-        if self.method == "none":
-            return
-        if len(self.sparsity_by_depth) > layers:
-            yield (
-                f"pruning.sparsity_by_depth has {len(self.sparsity_by_depth)} shares, and "
-                f"model.layers={layers}: give a share for each layer, or fewer"
-            )
-        if self.begin >= self.last(steps):
-            yield (
-                f"pruning.begin={self.begin} is not before the last choice, after step "
-                f"{self.last(steps)}: set pruning.end above it, or more train.steps"
-            )
-        unknown = [name for name in self.targets if name not in MATRICES]
-        if unknown:
-            yield (
-                f"pruning.targets: no matrix {unknown[0]!r}: they are some of {', '.join(MATRICES)}"
-            )

@@ -82,9 +82,6 @@ def says_peer_is_lost(message: str) -> bool:
 def compiler_message(message: str) -> str:
     """Shorten a message of a compiler or a runtime.
 
-    Args:
-      message: the message.
-
     Returns:
       One line of at most 300 characters: what `kernel_memory_message` or `scattered_rows_message`
       says, or else the first line with those that a heading announces.

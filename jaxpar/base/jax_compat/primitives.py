@@ -63,7 +63,6 @@ def run_equation(equation: core.JaxprEqn, operands: list[Any]) -> list[Any]:
     """Run one equation of a traced function, in the context in which it was traced.
 
     Args:
-      equation: the equation.
       operands: the values of what it reads.
 
     Returns:

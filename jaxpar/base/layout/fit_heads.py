@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jaxpar.base.layout.mesh import MeshAxis, describe
-from jaxpar.base.layout.rules import ShardingRules
+from jaxpar.base.field_marks import WholeConfig
+from jaxpar.base.layout.mesh import MeshAxis, describe, total_sizes
+from jaxpar.base.layout.rules import LogicalAxis, ShardingRules, named_axes
 
 
 def fit_rules(
@@ -20,10 +21,9 @@ def fit_rules(
     divide are copied: their weights are whole over the axes that are left out, and each device
     makes those of its query heads (`jaxpar.parallel.linear.column_linear`). Where `attention_seq`
     is set, or kv heads are split otherwise than by the first axes of heads, nothing is changed:
-    what does not divide is refused as for any other dim.
+    what does not divide is refused, like any other dim.
 
     Args:
-      rules: the rules.
       heads: the number of query heads.
       kv_heads: the number of kv heads.
       sizes: the numbers of devices along the mesh axes.
@@ -86,3 +86,18 @@ def drop_axes(
 ) -> tuple[MeshAxis, ...]:
     """The mesh axes that are not dropped."""
     return tuple(axis for axis in axes if axis not in dropped)
+
+
+def may_split(config: WholeConfig, axis: LogicalAxis, besides: LogicalAxis | None = None) -> bool:
+    """Whether a logical axis is or may be (-1) split over mesh axes of a config that do not split
+    the axis `besides`.
+    """
+    model = config.model
+    sizes = total_sizes(config.mesh)
+    rules, _ = fit_rules(config.rules, model.heads, model.kv_head_count, sizes)
+    left = named_axes(besides, rules) if besides else ()
+    return any(
+        sizes[a] > 1 or getattr(config.mesh, a) == -1
+        for a in named_axes(axis, rules)
+        if a not in left
+    )

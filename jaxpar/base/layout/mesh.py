@@ -15,6 +15,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxpar.base.errors import UserError, short
+from jaxpar.base.field_marks import Called, Idle
 from jaxpar.base.key_aliases import suggest_axis
 from jaxpar.base.number_checks import require_whole
 from jaxpar.base.ranges import Range
@@ -51,19 +52,69 @@ class DcnSpec:
     tensor: Slices = 1
 
 
+_ONE_PROCESS = Idle(
+    lambda c: not c.mesh.distributed,
+    "one process has no others to wait for",
+    "add --mesh.distributed True",
+)
+
+
 @dataclass(frozen=True)
 class MeshSpec:
     """The number of devices along each mesh axis inside a slice. One may be -1, which takes what is
     left. The sizes in `dcn` multiply these."""
 
-    stage: Size = 1
-    data: Size = 1
-    fsdp: Size = 1
-    context: Size = 1
-    expert: Size = 1
-    tensor: Size = 1
+    stage: Annotated[
+        Size,
+        Called(
+            "pp pipeline_parallel pipeline_parallel_size "
+            "pipeline_model_parallel_size pipeline_parallel_degree "
+            "ici_pipeline_parallelism stages num_stages pipe pipeline pipe_parallel "
+            "pipe_parallel_size"
+        ),
+    ] = 1
+    data: Annotated[
+        Size,
+        Called(
+            "dp data_parallel data_parallel_size data_parallel_replicate_degree "
+            "ici_data_parallelism ddp devices replica replicas gpus num_gpus n_gpus "
+            "num_devices nproc_per_node"
+        ),
+    ] = 1
+    fsdp: Annotated[
+        Size,
+        Called(
+            "zero zero_stage data_parallel_shard_degree ici_fsdp_parallelism "
+            "fsdp_size sharding shard dp_shard"
+        ),
+    ] = 1
+    context: Annotated[
+        Size,
+        Called(
+            "cp sp context_parallel context_parallel_size context_parallel_degree "
+            "sequence_parallel seq sequence ici_context_parallelism"
+        ),
+    ] = 1
+    expert: Annotated[
+        Size,
+        Called(
+            "ep expert_parallel expert_model_parallel_size expert_parallel_degree "
+            "ici_expert_parallelism"
+        ),
+    ] = 1
+    tensor: Annotated[
+        Size,
+        Called(
+            "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size "
+            "tensor_parallel_degree tp_size mp ici_tensor_parallelism "
+            "model_parallel model"
+        ),
+    ] = 1
     dcn: DcnSpec = field(default_factory=DcnSpec)
-    platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+    platform: Annotated[
+        Literal["auto", "cpu", "gpu", "tpu"],
+        Called("device platform accelerator backend hardware use_cpu"),
+    ] = "auto"
     """`cpu` simulates as many CPU devices as the mesh needs, and never fewer than JAX was told of
     before. `tpu` and `gpu` refuse to run on anything else.
     """
@@ -71,7 +122,11 @@ class MeshSpec:
     """Join a multi-process run with `jax.distributed.initialize()` before the first device is
     touched.
     """
-    join_seconds: Annotated[int, Range(1, 86_400)] = 300
+    join_seconds: Annotated[
+        int,
+        Range(1, 86_400),
+        _ONE_PROCESS,
+    ] = 300
     """How long a process of several waits at the start for the others, before it ends with exit
     code 75."""
 
@@ -88,7 +143,7 @@ def require_mesh_axis(name: object, otherwise: str) -> None:
     """
     if not isinstance(name, str) or name not in MESH_AXES:
         if isinstance(name, str):
-            hint = suggest_axis(name, MESH_AXES)
+            hint = suggest_axis(name, MESH_AXES, MeshSpec)
         else:
             hint = ""
         raise UserError(

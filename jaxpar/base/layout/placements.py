@@ -35,10 +35,6 @@ def placements(shapes: PyTree, axes: PyTree, layout: Layout) -> list[Placement]:
     Args:
       shapes: a tree of arrays or ShapeDtypeStructs.
       axes: their logical axes, in a tree of the same form.
-      layout: mesh and rules.
-
-    Returns:
-      A row for each array.
 
     Raises:
       UserError: `spec_for` says when.

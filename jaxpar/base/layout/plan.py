@@ -11,8 +11,9 @@ from typing import Annotated, Literal, TypeAlias
 import jax.numpy as jnp
 
 from jaxpar.base.errors import UserError
+from jaxpar.base.field_marks import Idle, Rule, WholeConfig
 from jaxpar.base.layout.activation_names import Action, Keep, Policy, actions
-from jaxpar.base.layout.fit_heads import drop_axes, first_axes
+from jaxpar.base.layout.fit_heads import drop_axes, first_axes, may_split
 from jaxpar.base.layout.mesh import MeshAxis
 from jaxpar.base.layout.sharding import Axes, Layout, LogicalAxis
 from jaxpar.base.ranges import Range
@@ -22,6 +23,21 @@ Form: TypeAlias = str
 """The name of a form in which a linear gathers or scatters: one of `registry.FORMS`."""
 Move = Literal["gather", "scatter"]
 Strategy = Literal["ring", "ulysses"]
+_NO_SEQUENCE_GATHERED = Idle(
+    lambda c: not may_split(c, "residual_seq", besides="seq"),
+    "no linear gathers a sequence on this mesh",
+    "add --mesh.tensor 4",
+)
+
+
+def _domino_without_dropout(config: WholeConfig) -> str:
+    dropout = config.model.dropout
+    if config.overlap.domino not in ("on", "sequence") or dropout <= 0:
+        return ""
+    return (
+        f"overlap.domino with model.dropout={dropout}: halves of a batch would drop other "
+        "entries than the whole, leave one of them out"
+    )
 
 
 @dataclass(frozen=True)
@@ -34,21 +50,23 @@ class Overlap:
     at each site: see `jaxpar.plan.choose_overlap`.
     """
 
-    gather: Annotated[Form, OneOf(FORMS, ("auto",))] = "xla"
+    gather: Annotated[Form, OneOf(FORMS, ("auto",)), _NO_SEQUENCE_GATHERED] = "xla"
     """How the input is gathered before the matmul, and the output's gradient in the backward."""
-    scatter: Annotated[Form, OneOf(FORMS, ("auto",))] = "xla"
+    scatter: Annotated[Form, OneOf(FORMS, ("auto",)), _NO_SEQUENCE_GATHERED] = "xla"
     """How the output is summed and scattered after the matmul, and the input's gradient in the
     backward.
     """
-    heads_gather: Annotated[Form, OneOf(FORMS, ("same",))] = "same"
+    heads_gather: Annotated[Form, OneOf(FORMS, ("same",)), _NO_SEQUENCE_GATHERED] = "same"
     """The form of `gather` for q, k, v and the attention's output alone; `same` is that of
     `gather`.
     """
-    heads_scatter: Annotated[Form, OneOf(FORMS, ("same",))] = "same"
-    mlp_gather: Annotated[Form, OneOf(FORMS, ("same",))] = "same"
+    heads_scatter: Annotated[Form, OneOf(FORMS, ("same",)), _NO_SEQUENCE_GATHERED] = "same"
+    mlp_gather: Annotated[Form, OneOf(FORMS, ("same",)), _NO_SEQUENCE_GATHERED] = "same"
     """The form of `gather` for the linears of the MLP alone."""
-    mlp_scatter: Annotated[Form, OneOf(FORMS, ("same",))] = "same"
-    domino: Literal["off", "on", "sequence", "auto"] = "off"
+    mlp_scatter: Annotated[Form, OneOf(FORMS, ("same",)), _NO_SEQUENCE_GATHERED] = "same"
+    domino: Annotated[Literal["off", "on", "sequence", "auto"], Rule(_domino_without_dropout)] = (
+        "off"
+    )
     """Whether each block runs on two halves of a device's tokens, so that one half's collectives
     may hide behind the other's matmuls (Domino, Wang et al. 2024, arXiv:2409.15241).
 
@@ -62,8 +80,8 @@ class Overlap:
         return "auto" in vars(self).values()
 
     def without_auto(self) -> Overlap:
-        """The same with `xla` and no Domino for what is left to choose, from which a search
-        starts.
+        """Return these forms with `xla` and no Domino for what is left to choose, from which a
+        search starts.
         """
         first = {"gather": "xla", "scatter": "xla", "domino": "off"}
         taken = {name: form for name, form in first.items() if getattr(self, name) == "auto"}
@@ -75,9 +93,6 @@ class Overlap:
         Args:
           move: `gather` or `scatter`.
           site: the logical axis of their hidden dim.
-
-        Returns:
-          The form, by its name.
 
         Raises:
           UserError: it is still `auto`.
@@ -96,13 +111,13 @@ class Overlap:
         """Look up the forms of both moves at some linears.
 
         Args:
-          site: as for `form`.
+          site: the logical axis of the linears, which `form` takes.
 
         Returns:
-          The form of the gather and that of the scatter.
+          The forms of the gather and of the scatter.
 
         Raises:
-          UserError: as for `form`.
+          UserError: `form` refuses the site.
         """
         return self.form("gather", site), self.form("scatter", site)
 
@@ -124,7 +139,8 @@ class Overlap:
         return self.domino == "sequence"
 
     def for_rows(self, rows: int) -> Overlap:
-        """The same, where `on` becomes `sequence` if a device's sequences have no halves.
+        """Return these forms, with `sequence` in place of `on` if a device's sequences have no
+        halves.
 
         Args:
           rows: how many sequences of a microbatch a device has.
@@ -190,7 +206,7 @@ class Plan(Layout):
     and its gradient.
     """
     attention: str = "auto"
-    """One of `kernels.attention.dispatch.Implementation`, or `auto`: the first of them that
+    """The name of an implementation (`registry.KERNELS`), or `auto`: the first of them that
     serves.
     """
     pipeline: Pipeline = Pipeline()
@@ -274,7 +290,6 @@ def deferred_sum_axes(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshA
     would hold the whole gradient.
 
     Args:
-      plan: the plan.
       accumulation: the number of microbatches of a step.
       whole: whether a result depends on the whole microbatch, as with dropout and the balance of
         experts; there are none then.
@@ -295,7 +310,6 @@ def plan_without_batch_axes(plan: Plan, mesh_axes: Sequence[MeshAxis]) -> Plan:
     """Make the plan of the devices that share one place along some mesh axes.
 
     Args:
-      plan: the plan.
       mesh_axes: the axes, which split the batch alone.
 
     Returns:

@@ -17,12 +17,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.errors import UserError, short, suggest
+from jaxpar.base.field_marks import Idle
 from jaxpar.base.layout.mesh import MESH_AXES, ConfigMeshAxis, MeshAxis
 from jaxpar.base.toml import TABLE_OF_LISTS
 
@@ -58,6 +59,11 @@ log = logging.getLogger(__name__)
 @lru_cache(maxsize=256)
 def _warn_once(line: str) -> None:
     log.warning("%s", line)
+
+
+NO_EXPERTS = Idle(
+    lambda c: c.model.experts < 1, "the model has no experts", "add --model.experts 8"
+)
 
 
 class DefaultRule(tuple):
@@ -133,7 +139,7 @@ class ShardingRules:
     mlp: tuple[ConfigMeshAxis, ...] = _default("tensor")
     vocab: tuple[ConfigMeshAxis, ...] = _default("tensor")
     layers: tuple[ConfigMeshAxis, ...] = _default()
-    experts: tuple[ConfigMeshAxis, ...] = _default("expert")
+    experts: Annotated[tuple[ConfigMeshAxis, ...], NO_EXPERTS] = _default("expert")
     stage: tuple[ConfigMeshAxis, ...] = _default("stage")
     own: tuple[str, ...] = field(default=(), metadata=TABLE_OF_LISTS)
 
@@ -294,7 +300,6 @@ def fit_to_mesh(rules: ShardingRules, mesh: Mesh | AbstractMesh) -> ShardingRule
 
     Args:
       rules: the rules as they were written.
-      mesh: the mesh.
 
     Returns:
       The rules as they are on the mesh.
@@ -372,14 +377,12 @@ def split_axes(
 
     Args:
       axis: the logical axis; None is split over nothing.
-      rules: the rules.
-      mesh: the mesh.
 
     Returns:
       The mesh axes of more than one device that the rules give it, outermost first.
 
     Raises:
-      UserError: as for `named_axes`.
+      UserError: `named_axes` refuses the axis.
     """
     if axis is None:
         named = ()
@@ -393,7 +396,6 @@ def named_axes(axis: LogicalAxis, rules: ShardingRules) -> tuple[MeshAxis, ...]:
 
     Args:
       axis: the logical axis.
-      rules: the rules.
 
     Returns:
       The mesh axes, outermost first.

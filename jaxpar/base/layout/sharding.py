@@ -144,9 +144,6 @@ class Layout:
         Args:
           axis: the logical axis; None is one piece.
 
-        Returns:
-          The number.
-
         Raises:
           UserError: no rule names the logical axis.
         """
@@ -293,9 +290,6 @@ def kv_copy_axes(layout: Layout) -> tuple[MeshAxis, ...]:
     """Find the mesh axes that split heads and not kv heads.
 
     Along these k and v hold copies of kv heads, so that each device has those of its query heads.
-
-    Args:
-      layout: mesh and rules.
 
     Returns:
       The axes; none where the mesh axes of kv heads are not the first ones of heads.

@@ -42,7 +42,6 @@ class Exchange:
         """Return the bytes of a name.
 
         Args:
-          name: the name.
           seconds: how long to wait for another process to give it; 0 = not at all.
 
         Returns:

@@ -27,9 +27,6 @@ def run_together(run: Callable[[], T]) -> T:
     Args:
       run: the function, in which no collective may stand.
 
-    Returns:
-      Its result.
-
     Raises:
       UserError: it failed on another process. Where it fails, its own error is raised.
     """

@@ -26,9 +26,6 @@ def machine() -> str:
 def process_start(pid: int) -> str | None:
     """When a process of this machine was started, in a form that only compares.
 
-    Args:
-      pid: its number.
-
     Returns:
       The time; empty where the system does not say; None = no such process runs.
     """

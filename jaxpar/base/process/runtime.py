@@ -94,9 +94,6 @@ def devices_of_a_process(spec: MeshSpec, processes: int) -> int:
       spec: the mesh; an axis of -1 makes a multiple of the others, and no more than that.
       processes: how many share its devices.
 
-    Returns:
-      The number.
-
     Raises:
       UserError: the devices of the mesh do not divide over the processes.
     """

@@ -1,4 +1,4 @@
-"""Which characters of a written conversation its assistant has to write.
+"""The characters of a written conversation that its assistant has to write.
 
     messages   user: Hi, assistant: Yes
     text       <user>Hi</s><bot>Yes</s>
@@ -34,7 +34,7 @@ _OPEN = (
     "learn to end one"
 )
 _TOLD = frozenset({"tools", "documents"})
-"""What a line has beside its messages that is a part of the conversation."""
+"""The names beside a line's messages that are a part of the conversation."""
 
 
 class Answers(NamedTuple):
@@ -45,18 +45,17 @@ class Answers(NamedTuple):
     undefined: tuple[str, ...]
     """Names that the template wrote and that nothing defines."""
     notes: frozenset[str] = frozenset()
-    """What else the template did that a user should know, in words that follow a description of the
-    data.
+    """Other things the template did that a user should know, in words that follow a description of
+    the data.
     """
 
 
 class ConversationWriter:
-    """Writes conversations by one template.
+    """A writer of conversations by one template.
 
     Args:
-      template: the chat template.
-      names: other names that it may read in every conversation.
-      today: what `strftime_now` writes; None = this moment.
+      names: other names that the template may read in every conversation.
+      today: the date that `strftime_now` writes; None = this moment.
     """
 
     def __init__(
@@ -77,17 +76,17 @@ class ConversationWriter:
         """Write a conversation with what comes before an answer.
 
         Raises:
-          UserError: the template refuses it; see `template.render`.
+          UserError: the template refuses it.
         """
         messages = shape_messages(conversation.messages, self.forms, self.template.origin)
         return self._whole(messages, self._names(conversation), prompted=True)[1]
 
     def answers(self, conversation: Conversation, find: bool = True) -> Answers:
-        """Write a conversation, and say what of it the assistant has to write.
+        """Write a conversation, and find what of it the assistant has to write.
 
-        That is what the template marks by `{% generation %}`. Without marks it is what an
-        assistant's turn adds to the conversation before it with the generation prompt, so also what
-        closes the turn. Where the template writes those otherwise, it is what stands between the
+        The template marks it by `{% generation %}`. Without marks it is what an assistant's turn
+        adds to the conversation before it with the generation prompt, so also what closes the turn.
+        Where the template writes that conversation in another way, it is what stands between the
         generation prompt and the end of the answer, with what closes it, which is found by writing
         the conversation with another answer there.
 
@@ -126,14 +125,12 @@ class ConversationWriter:
     def _render(
         self, asked: Sequence[tuple[Sequence[Message], bool]], names: Mapping[str, Any]
     ) -> list[Rendered | str]:
-        """Write several conversations, each with or without a generation prompt; see
-        `try_render`.
-        """
+        """Write several conversations by `try_render`, each with or without a generation prompt."""
         return try_render(self.template, asked, names, self.today)
 
     def _names(self, conversation: Conversation) -> dict[str, Any]:
-        """Return all that the template is given but the messages; of a line's own names those that
-        it reads.
+        """Return the names that the template is given beside the messages; a line's own only if it
+        reads them.
         """
         read = names_read(self.template)
         own = {key: value for key, value in conversation.names.items() if key in read}
@@ -142,7 +139,7 @@ class ConversationWriter:
     def _unwritten_names(
         self, conversation: Conversation, messages: Sequence[Message], text: str
     ) -> set[str]:
-        """Return which of the tools and documents of a conversation make no difference to what is
+        """Return which of a conversation's tools and documents make no difference to what is
         written.
         """
         names = self._names(conversation)
@@ -159,8 +156,8 @@ class ConversationWriter:
     def _whole(
         self, messages: list[Message], names: Mapping[str, Any], prompted: bool
     ) -> tuple[list[Message], Rendered]:
-        """Write a conversation; one that is refused is tried with an empty or a null content where
-        there is none.
+        """Write a conversation; if it is refused, try an empty and a null content where there is
+        none.
         """
         (found,) = self._render([(messages, prompted)], names)
         if isinstance(found, Rendered):
@@ -239,7 +236,7 @@ class ConversationWriter:
 
 
 def _fill(messages: Sequence[Message], content: str | None) -> list[Message]:
-    """Return messages with this content where they have none."""
+    """Give messages without content this content."""
     return [
         {**message, "content": content} if message.get("content") is None else message
         for message in messages
@@ -251,10 +248,9 @@ def open_writer(
     args: Sequence[str],
     today: str = "",
 ) -> ConversationWriter:
-    """Return what writes conversations by the chat template beside a tokenizer.json.
+    """Make a writer of conversations by the chat template beside a tokenizer.json.
 
     Args:
-      tokenizer: that file.
       args: names that the template reads, each with its value: `enable_thinking=false`. A value is
         JSON, or else text; the name `chat_template` takes the template of that name, where there
         are several.
@@ -305,7 +301,7 @@ def _date(text: str) -> date:
 
 
 def missing_names(names: Collection[str]) -> str:
-    """Return the note on names that a template wrote and that nothing defines."""
+    """Write the note on names that a template wrote and that nothing defines."""
     listed = ", ".join(sorted(names))
     return (
         f"its chat template writes {listed}, which no file and no setting defines: nothing "

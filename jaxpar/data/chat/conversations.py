@@ -1,5 +1,5 @@
-"""Conversations in the forms in which people have them, read into one: messages, and what else a
-template may read.
+"""The forms in which people have conversations, read into one: messages, and what else a template
+may read.
 """
 
 from __future__ import annotations
@@ -23,24 +23,22 @@ _SHAREGPT_ROLES = {
     "function": "tool",
 }
 _OLDER_CALL = "function_call"
-"""In ShareGPT's form the role of an assistant's turn that is a call, as JSON; in OpenAI's older one
-a key of a turn.
+"""In ShareGPT's form, the role of an assistant's turn that is a call, as JSON; in OpenAI's older
+form, a key of a turn.
 """
 _SAID_OTHERWISE = ("tool_calls", "tool_responses", "reasoning_content", "thinking", "reasoning")
-"""What a message may have in place of a content."""
+"""The keys that a message may have in place of a content."""
 _TALKS = ("messages", "conversations", "prompt", "completion")
 
 
 class Conversation(NamedTuple):
-    """Messages, as the line of a file has them."""
+    """The messages of a conversation, as the line of a file has them."""
 
     messages: list[Message]
     names: dict[str, Any]
-    """What else stands in the line: `tools`, `documents`, and other names that a template may
-    read.
-    """
+    """The line's other values: `tools`, `documents`, and names that a template may read."""
     learned_from: int = 0
-    """The first message that may be learned from; those before are a prompt."""
+    """The number of the first message that may be learned from; those before are a prompt."""
     without_weight: frozenset[int] = frozenset()
     """The numbers of the answers that are not to be learned, as their `weight` is 0."""
 
@@ -59,7 +57,8 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation | None:
     older calls and `functions` become those that templates know. A null is as if it were not there.
 
     Raises:
-      UserError: what it has is no conversation; the message says which of the messages is none.
+      UserError: the line has no valid conversation; the message says which of its messages is
+        wrong.
     """
     learned_from = 0
     talk = row.get("messages")
@@ -101,7 +100,7 @@ def _begins_with_system(talk: Sequence[Any], system: Any) -> bool:
     """Return whether messages begin with the system's text that stands beside them.
 
     Raises:
-      UserError: they begin with another.
+      UserError: they begin with another system's text.
     """
     first = _read_message(1, talk[0])
     if first["role"] != "system":
@@ -128,7 +127,7 @@ def _weight(i: int, message: Message) -> int:
 
 
 def _listed(key: str, value: Any) -> Any:
-    """Return a list of objects, which may be given as JSON text."""
+    """Read a list of objects, which may be given as JSON text."""
     if isinstance(value, str) and value.strip():
         value = parse_json(value, f"the text of {key}")
     if value and not (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
@@ -164,8 +163,8 @@ def _read_message(number: int, message: Any) -> Message:
 
 
 def _with_tool_calls(number: int, message: Message) -> Message:
-    """Return a message of OpenAI's older form, with a `function_call` or a function's result, as
-    templates know it.
+    """Convert a message of OpenAI's older form, with a `function_call` or a function's result, to
+    the form that templates know.
 
     Raises:
       UserError: its call is no object, or stands beside other calls.
@@ -189,8 +188,8 @@ def _with_tool_calls(number: int, message: Message) -> Message:
 
 
 def _functions(call: Any) -> list[dict[str, Any]] | None:
-    """Return the functions of an older call, which may be one or several, as objects or as JSON
-    text; None where it is no such thing.
+    """List the functions of an older call, which may be one or several, as objects or as JSON text;
+    None where the value is no call.
     """
     if isinstance(call, str):
         try:
@@ -235,7 +234,7 @@ def _require_text_parts(number: int, parts: Sequence[Any]) -> None:
 
 
 def _from_sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of ShareGPT's form as one with a role and a content; a call becomes
+    """Convert a message of ShareGPT's form to one with a role and a content; a call becomes
     `tool_calls`.
     """
     others = {

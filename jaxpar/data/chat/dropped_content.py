@@ -1,5 +1,5 @@
-"""Finds what of a conversation its chat template does not write: a thought, a call, the message of
-a role.
+"""The parts of a conversation that its chat template does not write: a thought, a call, the message
+of a role.
 
 The conversation is written once more, with a mark of its own after everything that is said. What
 has its mark in that text is written, whatever else has the same words, as long as the text is the
@@ -33,34 +33,37 @@ _ARGUMENTS = {STAND_IN: STAND_IN}
 
 
 class _Said(NamedTuple):
-    """Something that a message says."""
+    """A part of a message's content: a thought, a call or other words."""
 
     number: int
-    """That of the message, from 0."""
+    """The number of the message, from 0."""
     what: str
     changed: Message
-    """The message with other words in its place."""
+    """The message with other words in place of this part."""
     add: Callable[[Message, str], Message]
-    """Returns a message with a text after what is said, which may have been added to elsewhere."""
+    """Returns a message with a text after this part; other parts of the message may have texts
+    already.
+    """
 
 
 def find_unwritten(
     messages: Sequence[Message], learned: Sequence[int], text: str, write: Write, origin: str
 ) -> set[str]:
-    """Return what a template does not write of a conversation, such as "reasoning_content of
+    """Find what a template does not write of a conversation, such as "reasoning_content of
     assistant messages".
 
-    A template does not write what may be anything else, and the text remains the same.
+    A part is not written if it may be anything else, and the text remains the same.
 
     Args:
       messages: the conversation, as the template is given it.
-      learned: the numbers of those that are learned from.
+      learned: the numbers of the messages that are learned from.
       text: what the template writes.
-      write: writes others.
+      write: writes other conversations by the same template.
       origin: the template's file, for messages.
 
     Raises:
-      UserError: of a message that is learned from it writes nothing, or not a call.
+      UserError: the template writes nothing of a message that is learned from, or leaves out its
+        call.
     """
     said = [one for number, message in enumerate(messages) for one in _all_said(number, message)]
     doubtful = _without_mark(messages, said, text, write)
@@ -86,7 +89,7 @@ def find_unwritten(
 def _without_mark(
     messages: Sequence[Message], said: Sequence[_Said], text: str, write: Write
 ) -> list[_Said]:
-    """Return what does not stand, with a mark after it, in what the template writes; all of it
+    """Find the parts that do not stand, with a mark after them, in what the template writes; all
     where the template looks at words, and writes something else because of the marks.
     """
     marked = list(messages)
@@ -129,7 +132,7 @@ def _all_said(number: int, message: Message) -> Iterator[_Said]:
 
 
 def _with_mark(words: str, mark: str) -> str:
-    """Return words with a mark before the white space at their end, which templates leave out."""
+    """Add a mark to words, before the white space at their end, which templates leave out."""
     kept = words.rstrip()
     return kept + mark + words[len(kept) :]
 
@@ -145,7 +148,7 @@ def _add_to_content(message: Message, mark: str) -> Message:
 
 
 def _add_to_thought(thought: str, message: Message, mark: str) -> Message:
-    """Return a message with a mark before the `</think>` with which a thought ends."""
+    """Add a mark to a message before the `</think>` with which a thought ends."""
     marked = _with_mark(thought.removesuffix(_END_OF_THOUGHT), mark) + _END_OF_THOUGHT
     return {**message, "content": message["content"].replace(thought, marked)}
 
@@ -155,7 +158,7 @@ def _add_to_keys(names: Sequence[str], message: Message, mark: str) -> Message:
 
 
 def _add_to_call(number: int, message: Message, mark: str) -> Message:
-    """Return a message with a mark after the name of one of its calls."""
+    """Add a mark to a message after the name of one of its calls."""
     calls = list(message["tool_calls"])
     calls[number] = _renamed(calls[number], mark)
     return {**message, "tool_calls": calls}
@@ -168,7 +171,7 @@ def _renamed(call: Mapping[str, Any], mark: str) -> dict[str, Any]:
 
 
 def _other_call(call: Any) -> dict[str, Any]:
-    """Return a call, which may be OpenAI's or the function alone, of another function with other
+    """Make a call, OpenAI's or the function alone, into one of another function with other
     arguments.
     """
     if isinstance(call.get("function"), dict):

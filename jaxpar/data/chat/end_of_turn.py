@@ -1,5 +1,5 @@
-"""Finds the token with which a chat template closes the assistant's turn, so that what is generated
-ends there.
+"""The token with which a chat template closes the assistant's turn, so that what is generated ends
+there.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ _ANSWERED = {"role": "assistant", "content": _MARK}
 
 
 def ends_of_turn(writer: ConversationWriter, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids with which a template closes an answer: one or none, or with tools another.
+    """Find the ids with which a template closes an answer: one or none, and with tools perhaps
+    another.
 
     Args:
-      writer: what writes the conversations whose turns are to end, by its template and the names
-        that this is given.
-      tokenizer: that of the ids.
+      writer: writes the conversations whose turns are to end.
 
     Raises:
       UserError: the template comes to no end.
@@ -43,7 +42,7 @@ def ends_of_turn(writer: ConversationWriter, tokenizer: Tokenizer) -> list[int]:
 
 
 def end_of_turn(writer: ConversationWriter, tokenizer: Tokenizer) -> int | None:
-    """Return the id that a template writes after an answer, or None where no single token
+    """Find the id of the token that a template writes after an answer; None where no single token
     closes it.
 
     A conversation is written whose last turn is an answer that is known; what follows it closes the
@@ -51,12 +50,7 @@ def end_of_turn(writer: ConversationWriter, tokenizer: Tokenizer) -> int | None:
     the next turn.
 
     Args:
-      writer: what writes the conversations whose turns are to end, by its template and the names
-        that this is given.
-      tokenizer: that of the ids.
-
-    Returns:
-      The id of one of the tokenizer's tokens.
+      writer: writes the conversations whose turns are to end.
 
     Raises:
       UserError: the template comes to no end.

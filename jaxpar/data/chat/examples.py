@@ -1,5 +1,5 @@
-"""Conversations, and prompts with their completions, become examples to learn: each is one, and is
-never cut in two.
+"""Examples to learn, made of conversations, and of prompts with their completions: each is one
+example, and is never cut in two.
 
 Shapes: N tokens of all examples, E examples, S sequence length.
 """
@@ -47,13 +47,13 @@ class Examples(PartDefaults):
     labels: np.ndarray
     """The next id [N], int32; -1 = not counted."""
     starts: np.ndarray
-    """Where each example begins, and the end of the last: int64 [E + 1]."""
+    """The places where examples begin, and the end of the last: int64 [E + 1]."""
     origin: str
     """The file or folder, for messages."""
     note: str = ""
-    """What was cut or left out."""
+    """The note on what was cut or left out."""
     files: tuple[Path | RangedFile, ...] = ()
-    """The files that they were read from."""
+    """The files that the examples were read from."""
 
     @property
     def size(self) -> int:
@@ -92,11 +92,11 @@ class Examples(PartDefaults):
         )
 
     def identifying(self) -> tuple[np.ndarray, int | None]:
-        """See `parts.Part`; all ids, the prompts' too, which a sample leaves out."""
+        """Return all ids, of the prompts too, which a sample leaves out, and their number."""
         return self.ids, len(self.ids)
 
     def require_enough(self, data: DataConfig, what: str, fix: str) -> None:
-        """See `parts.Part`; an example is filled up to a sequence, so that one is enough."""
+        """Accept any examples: each is filled up to a sequence, so that one is enough."""
 
     def rows(
         self,
@@ -142,12 +142,12 @@ class Examples(PartDefaults):
 def load_examples(
     paths: Sequence[str], data: DataConfig, vocab_size: int
 ) -> tuple[list[Examples], Tokenizer]:
-    """Load the examples in files of JSON or Parquet (see `read_rows`), or folders of them, with
+    """Load the examples in files of JSON or Parquet (`read_rows`), or folders of them, with
     `data.tokenizer` and the chat template beside it.
 
-    A row is a conversation (see `conversations.read_conversation`), with `tools` and other names
-    if the template reads them, or `{"prompt": text, "completion": text}`, which takes no template
-    and is closed by the end-of-text token.
+    A row is a conversation (`conversations.read_conversation`), with `tools` and other names if the
+    template reads them, or `{"prompt": text, "completion": text}`, which takes no template and is
+    closed by the end-of-text token.
 
     Raises:
       UserError: a file is missing, or a line is broken; the message has its file and number.
@@ -212,11 +212,11 @@ class _Written(NamedTuple):
     spans: Sequence[Span]
     """The characters that are to be learned."""
     closed: bool
-    """Whether the end-of-text token follows, as no template has closed it."""
+    """Whether the end-of-text token follows, as no template has closed the example."""
     undefined: Sequence[str] = ()
     """Names that a template wrote and that nothing defines."""
     notes: Collection[str] = ()
-    """What else the template did that a user should know."""
+    """Other things the template did that a user should know."""
 
 
 def _write(row: Any, data: DataConfig, writer: _GetWriter) -> _Written:
@@ -245,7 +245,7 @@ def _write(row: Any, data: DataConfig, writer: _GetWriter) -> _Written:
 def _encode(
     written: _Written, data: DataConfig, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids [n] of an example, and which of them count [n]."""
+    """Encode an example: its ids [n], and which of them count [n]."""
     written.text.encode()  # half of a surrogate pair is no text
     ids, begins, ends = _with_places(written.text, tokenizer)
     counted = np.zeros(len(ids), bool)
@@ -271,7 +271,9 @@ def _with_places(
     text: str,
     tokenizer: Tokenizer,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids [n], and where in the text the characters of each begin and end [n]."""
+    """Encode a text: its ids [n], and where in the text the characters of each begin and end
+    [n].
+    """
     if isinstance(tokenizer, HFTokenizer):
         found = tokenizer.encoding(text)
         begins, ends = np.array(found.offsets, int).reshape(-1, 2).T

@@ -1,5 +1,5 @@
-"""Finds what of a written conversation an assistant's turn has said, where the template does not
-mark it.
+"""The words of an assistant's turn in a written conversation, found where the template does not
+mark them.
 
 A turn is what its answer adds to the conversation before it, with the generation prompt, where the
 template writes these alike (`Turns._added`):
@@ -32,18 +32,18 @@ from jaxpar.data.chat.template.forms import Forms, shape_messages
 from jaxpar.data.chat.template.render import Message, Span
 
 STAND_IN = "\ue0ef"
-"""A character for private use that stands for an answer, or for other words of a message; ▮ in the
-examples.
+"""The character for private use that stands for an answer, or for other words of a message; ▮ in
+the examples.
 """
 BY_MARKS = "mark its answers by {% generation %} and {% endgeneration %} in the template"
 Write = Callable[[Sequence[tuple[Sequence[Message], bool]]], list[str | None]]
-"""Writes conversations, each with or without a generation prompt; None where the template
-refuses one.
+"""A function that writes conversations, each with or without a generation prompt; None where the
+template refuses one.
 """
 
 
 class Turn(NamedTuple):
-    """What an assistant's turn has said in a written conversation."""
+    """The words of an assistant's turn in a written conversation."""
 
     span: Span
     """Its characters [begin, end), with what closes the turn."""
@@ -61,7 +61,7 @@ class Turns:
     Args:
       messages: the conversation, as the template is given it.
       text: what the template writes.
-      write: writes others.
+      write: writes other conversations by the same template.
       forms: what the template can write.
       origin: its file, for messages.
     """
@@ -78,10 +78,10 @@ class Turns:
         self.other = shape_messages([message], forms, origin)[0]
 
     def find(self, turns: Sequence[int]) -> list[Turn]:
-        """Find each of these turns, which are numbers of messages.
+        """Find some turns by the numbers of their messages.
 
         Raises:
-          UserError: what one of them has said cannot be told.
+          UserError: what a turn has said cannot be told.
         """
         asked: list[tuple[Sequence[Message], bool]] = []
         for i in turns:
@@ -101,8 +101,8 @@ class Turns:
         ]
 
     def _find(self, i: int, prompt: str | None, ended: str | None) -> Turn:
-        """Find turn i: with the generation prompt before it, and the conversation that ends
-        with it.
+        """Find turn i by what is written with the generation prompt before it, and up to its
+        end.
         """
         if ended is None or not self.text.startswith(ended):
             return self._replaced(i, prompt, ended)
@@ -182,7 +182,7 @@ class _Prompt(NamedTuple):
     unprompted: str | None
 
     def end_in(self, text: str) -> int | None:
-        """Return where in a text the generation prompt ends, or as much of it as the text has.
+        """Find where in a text the generation prompt ends, or as much of it as the text has.
 
         None where the text differs before that already, in an earlier turn.
         """
@@ -200,14 +200,14 @@ class _Place(NamedTuple):
     """An answer in the text of a conversation."""
 
     begin: int
-    """Where it begins: after the generation prompt, if the text has it."""
+    """The place where the answer begins: after the generation prompt, if the text has it."""
     answer: str
     """All between the generation prompt and what closes the turn."""
     body: str | None
     """The answer without what the template writes before any answer, such as a channel or an empty
     thought; None where it does not begin with that."""
     rest: str
-    """What follows it: the token that closes the turn, and other turns."""
+    """What follows the answer: the token that closes the turn, and other turns."""
 
     @property
     def end(self) -> int:
@@ -215,8 +215,7 @@ class _Place(NamedTuple):
 
 
 def _place(text: str, replaced: str | None, prompt: _Prompt) -> _Place | None:
-    """Return where a text has something else than `replaced`, the same conversation with another
-    answer.
+    """Find where a text differs from `replaced`, the same conversation with another answer.
 
     None where that cannot be told: what follows the answer may not differ, and where the generation
     prompt does not tell where it begins, nothing but white space before it.
@@ -251,8 +250,8 @@ def _place(text: str, replaced: str | None, prompt: _Prompt) -> _Place | None:
 
 
 def _closing_length(at_the_end: str, within: str) -> int | None:
-    """Return how much of what follows an answer closes its turn: what follows it at a
-    conversation's end and within it.
+    """Count the characters that close a turn, of what follows an answer at a conversation's end and
+    within one.
 
     The two may differ only from where each begins another marker, such as `<|endoftext|>` and
     `<|user|>`. Where they share none, the first marker closes the turn: `<|end|>`, or `<|user|>`
@@ -279,19 +278,19 @@ def _closing_length(at_the_end: str, within: str) -> int | None:
 
 
 def _whole_markers(text: str) -> str:
-    """Return a text without the part of a marker that it ends with: `</s>` of `</s><|us`."""
+    """Cut off the part of a marker that a text ends with: `</s>` is left of `</s><|us`."""
     return re.sub(r"[<\[][^>\]\s]*$", "", text)
 
 
 def _marker_length(text: str) -> int:
     """Return the length of the marker that a text begins with, `<|user|>` or `[INST]`; 0 where it
-    begins with none.
+    has none.
     """
     found = re.match(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])", text)
     return found.end() if found else 0
 
 
 def _shared_length(left: str, right: str) -> int:
-    """Return how many characters two texts have in common at their beginning."""
+    """Count the characters that two texts have in common at their beginning."""
     differs = (i for i, (one, other) in enumerate(zip(left, right, strict=False)) if one != other)
     return next(differs, min(len(left), len(right)))

@@ -28,32 +28,36 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.process.kv_store import Exchange
 
 BLOCK = 32
-"""Documents of a block."""
+"""The number of documents of a block."""
 _AHEAD = 2
-"""Blocks that each process makes ahead of those that are read."""
+"""The number of blocks that each process makes ahead of those that are read."""
 _PLACES = 2**28
-"""More tokens than a block has: an address of a token is its block times this, and its place."""
+"""A number above the tokens of any block: the address of a token is its block times this, plus its
+place.
+"""
 _POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 10.0
 _LONG_PATIENCE_SECONDS = 600.0
-"""How long a block is waited for that its process has not begun, and one that it has begun."""
+"""The seconds that a process waits for a block that its process has not begun
+(`_PATIENCE_SECONDS`), and for one that it has begun.
+"""
 
 
 @dataclass
 class Block:
-    """Documents of which each is known by its length."""
+    """A block of documents, each known by its length."""
 
     counts: np.ndarray
-    """Tokens of each document: int64 [n]."""
+    """The tokens of each document: int64 [n]."""
     reasons: Sequence[str]
-    """Why each document is no text [n]; empty = it is."""
+    """The reason why each document is no text [n]; empty = it is text."""
     dtype: str
-    """The type of its ids on their way."""
+    """The dtype in which its ids are sent."""
     ids: np.ndarray | None = None
-    """int32 [N]; None = another process has them."""
+    """The ids, int32 [N]; None = another process has them."""
 
     def addresses(self, number: int, place: int) -> np.ndarray:
-        """Return where the tokens of a document are: int64 [its tokens].
+        """Return the addresses of a document's tokens: int64 [its tokens].
 
         Args:
           number: the number of this block.
@@ -72,7 +76,7 @@ class Blocks:
         encode: Callable[[Any], tuple[np.ndarray, str]],
         threads: int,
     ):
-        """Make blocks of nothing; `begin` says of what.
+        """Make blocks of nothing; `begin` gives them their documents.
 
         Args:
           exchange: the processes that share the work.
@@ -91,10 +95,9 @@ class Blocks:
         """Begin an order of documents.
 
         Args:
-          name: a name of it that all processes have, and no other order.
+          name: a name of the order that all processes have, and no other order.
           documents: gives the documents of a block by its number, as long as it is not released.
-          total: the number of blocks that may be made before they are asked for; 0 = those that
-            are offered.
+          total: the number of blocks that may be made before they are asked for; 0 = those offered.
         """
         with self._lock:
             self._name = f"jaxpar/documents/{name}"
@@ -106,7 +109,7 @@ class Blocks:
             self._told = 0
 
     def offer(self, number: int) -> None:
-        """Begin to make a block, if it is one of this process."""
+        """Begin to make a block, if this process has to make it."""
         if number % self._exchange.count != self._exchange.index:
             return
         with self._lock:
@@ -116,20 +119,17 @@ class Blocks:
                 self._known[number] = made
 
     def make_here(self, number: int) -> None:
-        """Make a block in this process alone, which met an error in the middle of it."""
+        """Make a block in this process alone, after an error in the middle of reading it."""
         with self._lock:
             self._known[number] = self._pool.submit(self._make, self._documents(number))
 
     @property
     def released(self) -> int:
-        """The first block that this process still needs."""
+        """The number of the first block that this process still needs."""
         return self._released or 0
 
     def block(self, number: int) -> Block:
-        """Return a block, at first without its ids where it is another process's.
-
-        Args:
-          number: its number.
+        """Return a block, at first without its ids where another process makes it.
 
         Raises:
           UserError: another process has read other documents.
@@ -150,7 +150,7 @@ class Blocks:
         return found.result()
 
     def read(self, addresses_T: np.ndarray) -> np.ndarray:
-        """Return the ids of tokens, int32 [T], by their addresses, int64 [T]."""
+        """Read the ids of tokens, int32 [T], by their addresses, int64 [T]."""
         numbers_T, places_T = np.divmod(addresses_T, _PLACES)
         ids_T = np.zeros(len(addresses_T), np.int32)
         for number in np.unique(numbers_T):
@@ -159,11 +159,7 @@ class Blocks:
         return ids_T
 
     def release(self, address: int) -> None:
-        """Say that no token before this address is needed any more by this process.
-
-        Args:
-          address: the address of a token.
-        """
+        """Say that this process needs no token before this address any more."""
         number = address // _PLACES
         with self._lock:
             self._released = number
@@ -174,7 +170,7 @@ class Blocks:
             self._remove_passed()
 
     def _arrive(self, number: int) -> None:
-        """Tell the others where this process reads, if it reads elsewhere than before."""
+        """Tell the other processes where this process reads, if it reads elsewhere than before."""
         with self._lock:
             elsewhere = self._released is None or number < self._released
             if elsewhere:
@@ -188,7 +184,7 @@ class Blocks:
         self._exchange.put(f"{self._name}/at/{self._exchange.index}", str(number).encode())
 
     def _say_gone(self, number: int) -> None:
-        """Say before which number this process gives no block any more."""
+        """Tell the other processes before which number this process gives no block any more."""
         self._exchange.put(f"{self._name}/gone/{self._exchange.index}", str(number).encode())
 
     def _remove_passed(self) -> None:
@@ -206,7 +202,7 @@ class Blocks:
             self._exchange.remove(f"{self._name}/{number}/")
 
     def _ids(self, number: int) -> np.ndarray:
-        """The ids [N] of a block."""
+        """Return the ids [N] of a block."""
         block = self.block(number)
         if block.ids is None:
             sent = self._exchange.get(f"{self._name}/{number}/ids")
@@ -231,7 +227,7 @@ class Blocks:
         return Block(counts, [reason for _, reason in found], dtype, ids)
 
     def _give(self, name: str, number: int, documents: Callable[[int], Sequence[Any]]) -> Block:
-        """Make a block, and give it to the others; runs in a thread of its own."""
+        """Make a block in a thread of its own, and give it to the other processes."""
         at = f"{name}/{number}"
         self._exchange.put(f"{at}/begun", b"1")
         found = documents(number)
@@ -253,7 +249,7 @@ class Blocks:
         return block
 
     def _receive(self, number: int) -> Block:
-        """Get the lengths of another process's block, or make it here where that is late."""
+        """Get the lengths of another process's block, or make the block here where it is late."""
         sent = self._wait_for(number)
         head = None if sent is None else json.loads(sent)
         if head is None:
@@ -268,7 +264,9 @@ class Blocks:
         return Block(counts, reasons, head["dtype"])
 
     def _wait_for(self, number: int) -> bytes | None:
-        """What another process says of its block; None = it is late, or has no such block."""
+        """Wait for what another process says of its block; None = it is late, or has no such
+        block.
+        """
         at = f"{self._name}/{number}"
         gone = f"{self._name}/gone/{number % self._exchange.count}"
         began = time.monotonic()
@@ -288,7 +286,7 @@ class Blocks:
 
 
 def _fingerprint(documents: Sequence[Any]) -> str:
-    """A hash of documents as they were read."""
+    """Hash documents as they were read."""
     return hashlib.blake2b(repr(documents).encode(errors="replace"), digest_size=16).hexdigest()
 
 
@@ -304,17 +302,17 @@ class UnreadRow:
         """Keep a row.
 
         Args:
-          blocks: where its tokens are.
+          blocks: the blocks that its tokens are in.
           packed: its addresses `tokens` [T], and `tokens_segment_ids` [T], which are 0 where it is
             filled up, with whatever else `finish` takes.
-          finish: makes a row of the same with ids in place of addresses.
+          finish: makes the finished row, once ids stand in place of addresses.
         """
         self._blocks = blocks
         self._packed = packed
         self._finish = finish
 
     def read(self) -> dict[str, np.ndarray]:
-        """Return the row, with arrays [S]."""
+        """Read the ids of the row, and return it with arrays [S]."""
         filled_T = self._packed["tokens_segment_ids"] != 0
         ids_T = np.zeros(len(filled_T), np.int32)
         ids_T[filled_T] = self._blocks.read(self._packed["tokens"][filled_T])

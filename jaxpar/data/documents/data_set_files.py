@@ -1,4 +1,4 @@
-"""Gives files of this machine to `datasets`, which takes each path for a pattern."""
+"""Files of this machine, given to `datasets`, which takes each path for a pattern."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxpar.data.patterns import IN_A_PATTERN
 from jaxpar.data.rows import is_json
 
 _CARDS = ("README.md", ".huggingface.yaml")
-"""Where a folder may say which of its files are which split."""
+"""The files in which a folder may say which of its files are which split."""
 _HAS_CONFIGS = re.compile(r"^configs:", re.MULTILINE)
 
 
 class _UnreadFile(logging.Filter):
-    """Keeps the name of a file that a reader of `datasets` cannot read: it logs the name, and
-    raises what was wrong without it.
+    """A filter that keeps the name of a file that `datasets` cannot read: it logs the name, and
+    raises the error without it.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class _UnreadFile(logging.Filter):
         return not found
 
     def take(self) -> str:
-        """Return the name that was last logged, once; empty = none."""
+        """Return the name that was last logged, and forget it; empty = none."""
         name = self._name
         self._name = ""
         return name
@@ -48,13 +48,12 @@ for _kind in ("csv", "json", "parquet"):
 
 
 def named_files(splits: Mapping[str, Iterable[Path]]) -> Any:
-    """Return files in the form in which `datasets` keeps those that it has found.
+    """Make a `DataFilesDict` of files, as `datasets` keeps those that it has found.
+
+    It equals another as long as no file is written anew.
 
     Args:
       splits: the files of each split.
-
-    Returns:
-      A `DataFilesDict`, which is equal to another as long as no file is written anew.
     """
     from datasets.data_files import DataFilesDict, DataFilesList
 
@@ -72,10 +71,10 @@ def is_pattern_to_datasets(place: Path) -> bool:
 
 
 def folder_splits(folder: Path) -> dict[str, list[Path]]:
-    """Return the files of each split of a folder, as the names of files and folders tell them to
-    `datasets`.
+    """Find the files of each split of a folder, as `datasets` tells them by the names of files and
+    folders.
 
-    It looks at them through a link whose path has no character of a pattern.
+    `datasets` sees them through a link whose path has no character of a pattern.
 
     Raises:
       UserError: the folder has a card that says which files are which split.
@@ -118,10 +117,10 @@ def has_configs(folder: Path) -> bool:
 
 
 def is_parquet(file: Path) -> bool:
-    """Return whether a file is called as Parquet is."""
+    """Return whether a file's name ends as that of a Parquet file."""
     return file.suffix == ".parquet"
 
 
 def is_table(file: Path) -> bool:
-    """Return whether a file is called as one of rows is, of JSON or another kind."""
+    """Return whether a file's name ends as that of a file of rows, JSON or another kind."""
     return is_json(file) or file.suffix in (".parquet", ".csv", ".tsv", ".arrow")

@@ -24,9 +24,7 @@ from jaxpar.data.documents.data_set_files import unread_file
 
 @contextmanager
 def reading_source(path: str, source: str) -> Iterator[None]:
-    """Say in one line what kept documents from being read; each library raises exceptions of
-    its own.
-    """
+    """Turn whatever kept documents from being read into a UserError of one line."""
     try:
         yield
     except ImportError as error:
@@ -45,14 +43,14 @@ def reading_source(path: str, source: str) -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return what kept `datasets` from making a data set; it says only that something did."""
+    """Find what kept `datasets` from making a data set; it says only that something did."""
     while type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 class DocumentStream(grain.IterDataset):
-    """A streaming data set of Hugging Face, once or in endless epochs; it keeps its position
+    """A stream of a Hugging Face data set, once or in endless epochs, which keeps its position
     itself.
     """
 
@@ -107,8 +105,8 @@ class _DocumentIterator(grain.DatasetIterator):
 
 
 class Packed(grain.experimental.ConcatThenSplitIterDataset):
-    """Grain's packing, whose state survives JSON: it compares tuples, and JSON gives lists (seen in
-    0.2.18).
+    """Grain's packing, with a state that survives JSON: grain compares tuples, and JSON gives lists
+    (seen in 0.2.18).
     """
 
     def __iter__(self) -> grain.DatasetIterator:
@@ -131,13 +129,13 @@ def together(ordered: grain.MapDataset, blocks: Blocks, name: str, count: Count)
 
     Args:
       ordered: the documents in their order.
-      blocks: where the processes share them.
+      blocks: the blocks that the processes share.
       name: a name of this order.
       count: is told of each document in turn why it is no text, or nothing.
 
     Returns:
-      A `grain.MapDataset` of the same documents, each as `{"tokens": addresses}`; this process
-      reads only those of its own blocks.
+      A `grain.MapDataset` of the documents, each as `{"tokens": addresses}`; this process reads
+      only those of its own blocks.
     """
     total = len(ordered)
 
@@ -176,9 +174,9 @@ class _Read(NamedTuple):
 
     number: int
     place: int
-    """Its block, and its place there."""
+    """The place of the document in its block, whose number is `number`."""
     state: dict[str, Any]
-    """That of the stream after it."""
+    """The state of the stream after the document."""
 
 
 class _TogetherIterator(grain.DatasetIterator):

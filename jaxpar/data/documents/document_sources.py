@@ -1,4 +1,4 @@
-"""Opens what documents lie in: data sets of Hugging Face, Parquet and ArrayRecord files."""
+"""The sources that documents lie in: data sets of Hugging Face, Parquet and ArrayRecord files."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from jaxpar.data.rows import is_json
 from jaxpar.data.streams.texts import files_below
 
 _ENDLESS = 2**62
-"""The number of documents of a stream that does not say it: more than any has."""
+"""The number of documents of a stream that does not state it: more than any has."""
 OpenedSource = grain.MapDataset | Callable[[], Any]
-"""Documents in random access, or what opens a stream of them: an `IterableDataset` of Hugging
-Face.
+"""Documents in random access, or a function that opens a stream of them: an `IterableDataset` of
+Hugging Face.
 """
 Opened = tuple[OpenedSource, int | None, tuple[Path, ...]]
-"""What reads documents, how many there are, and the files, as far as these are known."""
+"""An opened source, the number of its documents, and its files, as far as these are known."""
 
 
 class Unreadable(NamedTuple):
-    """In place of a record that could not be read: why."""
+    """The reason why a record could not be read, in its place."""
 
     reason: str
 
 
 class _Records:
-    """Records in random access, of which one that is damaged is `Unreadable`."""
+    """Records in random access; a damaged record is `Unreadable`."""
 
     def __init__(self, inner: Any, origin: str):
         self.inner = inner
@@ -98,8 +98,8 @@ def open_hf(name: str, data: DataConfig) -> Opened:
 
 
 def _split_name(name: str) -> tuple[str, list[str], str]:
-    """Return the path, the config if there is one, and the split; a colon in a slice, or of a URL,
-    parts nothing.
+    """Split a name into the path, the config if there is one, and the split; a colon in a slice or
+    a URL parts nothing.
     """
     if Path(name).exists():
         return name, [], "train"
@@ -116,7 +116,7 @@ def _split_name(name: str) -> tuple[str, list[str], str]:
 
 
 def _loader(place: Path, config: Sequence[str], column: str) -> Callable[[str, bool], Any]:
-    """Return what loads a split of a data set as `datasets` does, streaming or not.
+    """Make a function that loads a split of a data set as `datasets` does, streaming or not.
 
     Of files of JSON and Parquet only the column is read, as others may have another type in each
     file.
@@ -151,7 +151,7 @@ def _loader(place: Path, config: Sequence[str], column: str) -> Callable[[str, b
 
 
 def _say_left_out(folder: Path, files: Sequence[Path]) -> None:
-    """Say which files of a folder are not read, as `datasets` reads those of one kind."""
+    """Say which files of a folder are not read, as `datasets` reads files of one kind."""
     if files and jax.process_index() == 0:
         names = ", ".join(str(file.relative_to(folder)) for file in files[:3])
         more = "" if len(files) <= 3 else f" and {len(files) - 3} more"
@@ -187,7 +187,7 @@ def _load_json(files: Any, column: str, split: str, streaming: bool) -> Any:
 
 
 def _loaded_slices(load: Callable[[str, bool], Any], split: str, streaming: bool) -> Any:
-    """Load a split, or slices of some; `datasets` itself takes no slice of a stream."""
+    """Load a split, or slices of splits; `datasets` itself takes no slice of a stream."""
     import datasets
 
     if not streaming or not re.search(r"[\[+]", split):
@@ -213,7 +213,7 @@ def _loaded_slices(load: Callable[[str, bool], Any], split: str, streaming: bool
 
 
 def _saved_slices(path: str, split: str) -> Any:
-    """Open a split, or slices of some, of what `save_to_disk` wrote: several splits by name, or
+    """Open a split, or slices of splits, of what `save_to_disk` wrote: several splits by name, or
     one.
     """
     import datasets
@@ -239,7 +239,7 @@ def open_parquet(path: str, data: DataConfig) -> Opened:
 
 
 def _read_parquet_head(file: Path, column: str) -> int:
-    """Return the number of rows of a Parquet file, which has such a column of text."""
+    """Count the rows of a Parquet file, and refuse one without such a column of text."""
     import pyarrow
     import pyarrow.parquet
 
@@ -293,7 +293,7 @@ class _WholeFile(NamedTuple):
 
 
 def _whole_file(file: Path) -> str | _WholeFile:
-    """Return a file as grain takes it, to which a name such as `a[0:9]` is nine records of `a`."""
+    """Name a file as grain takes it; a name such as `a[0:9]` is nine records of `a` to grain."""
     if not file.name.endswith("]"):
         return str(file)
     from array_record.python.array_record_module import ArrayRecordReader
@@ -305,8 +305,8 @@ def _whole_file(file: Path) -> str | _WholeFile:
 
 
 def _files(path: str, *endings: str) -> list[Path]:
-    """Return the file at `path`, or the files below that folder, or those that match it as a
-    pattern; sorted.
+    """List the file at `path`, or the files below that folder, or those that match it as a pattern;
+    sorted.
     """
     root = Path(path)
     if root.is_dir():

@@ -1,6 +1,6 @@
-"""One column of JSON files as a data set of `datasets`, whatever other columns they have.
+"""One column of JSON files as a data set of `datasets`, whatever other columns the files have.
 
-Its own reader makes a table of all columns, which must then be of one type in all files.
+The reader of `datasets` makes a table of all columns, which must then be of one type in all files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _OneColumn(datasets.BuilderConfig):
 
 
 class JsonDocuments(datasets.ArrowBasedBuilder):
-    """The texts of a column of JSON files, of which a row without text has none."""
+    """The texts of a column of JSON files; a row without text gives None."""
 
     BUILDER_CONFIG_CLASS = _OneColumn
     config: Any
@@ -48,5 +48,5 @@ class JsonDocuments(datasets.ArrowBasedBuilder):
 
 
 def text_features(column: str) -> datasets.Features:
-    """Return what `datasets` calls a table of one column of text."""
+    """Describe a table of one column of text to `datasets`."""
     return datasets.Features({column: datasets.Value("string")})

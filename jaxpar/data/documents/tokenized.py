@@ -47,15 +47,15 @@ class Documents(PartDefaults):
     origin: str
     """The path or name that was given, for messages."""
     size: int | None
-    """How many documents there are; None = not known."""
+    """The number of documents; None = not known."""
     sample: np.ndarray
     """Ids [N] of the first documents: of all, or at least SAMPLE tokens."""
     note: str = ""
-    """What is left out, as far as the sample shows it."""
+    """The note on what is left out, as far as the sample shows it."""
     files: tuple[Path | RangedFile, ...] = ()
-    """The files that they are read from, as far as these are known."""
+    """The files that the documents are read from, as far as these are known."""
     skipped: Skipped | None = None
-    """Counts the records that are no text, while they are read."""
+    """The count of the records that are no text, kept while they are read."""
     begin_of_text: int | None = None
     """The id that each row begins with, in place of its first; None = rows begin as they were
     cut.
@@ -72,11 +72,10 @@ class Documents(PartDefaults):
     def encoded(
         self, data: DataConfig, seed: int, endless: bool, blocks: Blocks | None = None
     ) -> grain.IterDataset:
-        """Return every document as `{"tokens": ids}`, of which one without text has none.
+        """Encode every document as `{"tokens": ids}`; one without text has no ids.
 
         Args:
-          data: the config.
-          seed: shuffles them, if they are endless.
+          seed: shuffles the documents, if they are endless.
           endless: whether they are read again and again.
           blocks: what several processes tokenize together; `tokens` are then addresses in it.
         """
@@ -114,14 +113,14 @@ class Documents(PartDefaults):
         return {"tokens": ids}
 
     def _try(self, element: Any) -> tuple[np.ndarray, str]:
-        """Return the ids of a record, and why it is no text, if it is none."""
+        """Encode a record: its ids, and why it is no text, if it is none."""
         try:
             return self.encode(element), ""
         except (UserError, UnicodeError) as error:
             return np.zeros(0, np.int32), str(error) or type(error).__name__
 
     def _count(self, reason: str) -> None:
-        """Count a record, which is text where there is no reason why not."""
+        """Count a record as text, or as left out for a reason."""
         if self.skipped is None:
             return
         if reason:
@@ -130,7 +129,7 @@ class Documents(PartDefaults):
             self.skipped.read_one()
 
     def _name_of_order(self, data: DataConfig, seed: int, endless: bool) -> str:
-        """A name of the documents in an order, which no other documents and no other order have."""
+        """Name the documents in an order; no other documents and no other order have the name."""
         told = (self.size, seed, endless, data.shuffle_window, data.column)
         content = hashlib.blake2b(self.sample.tobytes(), digest_size=8)
         content.update(repr(told).encode())
@@ -143,7 +142,7 @@ class Documents(PartDefaults):
         endless: bool,
     ) -> grain.IterDataset[HostBatch]:
         """Return the rows [S] of documents that lie end to end; the label of a row's last token is
-        the T-th it took.
+        the T-th token it took.
 
         They are read again and again if `endless`, shuffled by `seed`: anew in each epoch in random
         access, the same in a stream. Otherwise they are read once and in order, and the last row is
@@ -193,10 +192,8 @@ def load_documents(
     """Open the documents at `paths`, and read the beginning of each.
 
     Args:
-      opened: opens one path: `open_hf`, `open_parquet`, `open_arrayrecord`, or one of the caller's.
-      paths: the paths.
-      data: the config.
-      vocab_size: the model's vocabulary.
+      opened: opens one path: `open_hf`, `open_parquet`, `open_arrayrecord`, or the caller's
+        function.
 
     Raises:
       UserError: a path is missing or of another kind, has no documents or not the column, or a

@@ -1,6 +1,4 @@
-"""What a file of raw token ids says of itself: the header of llm.c, a dtype that it was not written
-in, and its ids.
-"""
+"""Files of raw token ids: the header of llm.c, the guess of a dtype, and a look at every id."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from jaxpar.base.errors import UserError, reading
 from jaxpar.data.range_cache import RangedFile, RangedIds
 
 _LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
-"""Magic numbers of llm.c's token files, for GPT-2 and for LLaMA 3, each with its version and
+"""The magic numbers of llm.c's token files, for GPT-2 and for LLaMA 3, each with its version and
 dtype.
 """
 _LLM_C_BYTES = 1024
@@ -31,23 +29,22 @@ _FOREIGN = {
 _LLM_C_QUESTIONS = 20240522
 _CHUNK = 2**24
 _LARGE = 2**30
-"""Ids of a file whose reading shows its progress."""
+"""The number of ids from which on the reading of a file shows its progress."""
 
 
 class IdFile(NamedTuple):
-    """Where the ids of a file begin, in bytes, and their dtype, as far as the file itself says
+    """The byte at which the ids of a file begin, and their dtype, as far as the file itself says
     it.
     """
 
     offset: int
     dtype: str
     says: bool
-    """Whether a header said so."""
+    """Whether a header of the file states both."""
 
 
 def look_at(path: Path) -> IdFile:
-    """Look at the beginning of a .bin file: of llm.c's, or of ids alone, which are taken for
-    uint16.
+    """Look at the beginning of a .bin file: llm.c's, or ids alone, which are taken for uint16.
 
     Raises:
       UserError: the file is of another kind, its header is of a version that is not known, or it
@@ -63,7 +60,7 @@ def look_at_ranged(file: RangedFile) -> IdFile:
     """Look at the beginning of a .bin file in a bucket, as `look_at` does.
 
     Raises:
-      UserError: as of `look_at`, or the bucket cannot be read.
+      UserError: `look_at` would refuse the file, or the bucket cannot be read.
     """
     beginning = file.read(0, min(_LLM_C_BYTES, file.size))
     return look_at_beginning(beginning, file.size, file.url)
@@ -75,13 +72,10 @@ def look_at_beginning(beginning: bytes, size: int, path: str) -> IdFile:
     Args:
       beginning: the first 1,024 bytes, or all of a shorter file.
       size: the bytes of the file.
-      path: what a message calls it.
-
-    Returns:
-      What the file says.
+      path: the name of the file in messages.
 
     Raises:
-      UserError: as of `look_at`.
+      UserError: `look_at` would refuse the file.
     """
     for magic, what in _FOREIGN.items():
         if beginning.startswith(magic):
@@ -111,7 +105,7 @@ def look_at_beginning(beginning: bytes, size: int, path: str) -> IdFile:
 
 
 def require_guess(ids: np.ndarray | RangedIds, path: str) -> None:
-    """Refuse ids that nobody said to be uint16, where each second is nearly 0: they are of 32 or 64
+    """Refuse ids that nobody said to be uint16, where each second is nearly 0: they have 32 or 64
     bits.
 
     Raises:
@@ -138,8 +132,8 @@ def require_guess(ids: np.ndarray | RangedIds, path: str) -> None:
 
 def require_ids(ids: np.ndarray | RangedIds, vocab_size: int, origin: str) -> None:
     """Look at every id of a file, before a training begins that would end at a bad one; processes
-    share the work. Of a file in a bucket only the first are read: the others are looked at as they
-    are trained on.
+    share the work. Of a file in a bucket only the first ids are read: the others are looked at as
+    they are trained on.
 
     Raises:
       UserError: the vocabulary does not have an id.
@@ -164,7 +158,7 @@ def require_ids(ids: np.ndarray | RangedIds, vocab_size: int, origin: str) -> No
 
 
 def unknown_id(found: int, origin: str, place: int, vocab_size: int) -> UserError:
-    """Return the error on an id that is not in the vocabulary."""
+    """Make the error on an id that is not in the vocabulary."""
     return UserError(
         f"{origin} has id {found} at token {place}, model.vocab_size={vocab_size}: raise it to "
         f"at least {found + 1}, "

@@ -1,5 +1,5 @@
-"""Files that are mapped into memory, asked before each read whether they are whole: the system
-kills a process that reads behind the end of a file that was cut, without a word.
+"""A check of files that are mapped into memory, before each read: the system kills a process that
+reads behind the end of a file that was cut, without a word.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def require_uncut(array: np.ndarray, origin: str) -> None:
     instant between this and the reading is not seen.
 
     Args:
-      array: any array, or a part of one; of one that is no file's nothing is required.
-      origin: what a message calls the file.
+      array: any array, or a part of one; an array that is not mapped always passes.
+      origin: the name of the file in messages.
 
     Raises:
       UserError: the file is shorter.

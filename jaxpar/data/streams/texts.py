@@ -88,9 +88,9 @@ class TextSource(NamedTuple):
 
     files: list[Path]
     name: str
-    """What messages call them."""
+    """The name of the source in messages."""
     note: str = ""
-    """Which files were left out."""
+    """The note on files that were left out."""
 
 
 def document_texts(file: Path) -> Iterator[str]:
@@ -116,9 +116,7 @@ def _has_texts_in_lines(file: Path) -> bool:
 
 
 def left_out(empty: int, of: int = 0) -> str:
-    """Return the note on so many documents without text, which may be those `of` the first that
-    were read.
-    """
+    """Write the note on documents without text; `of` = they are among so many first ones."""
     if not empty:
         return ""
     among = f" of the first {of:,}" if of else ""
@@ -126,7 +124,7 @@ def left_out(empty: int, of: int = 0) -> str:
 
 
 def source_files(path: str, data: DataConfig) -> TextSource:
-    """Return the documents of a text source, and a name for it."""
+    """List the documents of a text source, with a name for it."""
     if path:
         files, others = data_files(path, _has_documents)
         note = name_files("files that are no text, left out", path, others)
@@ -146,7 +144,7 @@ def _has_documents(file: Path) -> bool:
 
 
 def stdlib_files(max_bytes: int) -> list[Path]:
-    """Return as many of Python's own library sources, sorted by path, as fit in `max_bytes`; no
+    """List as many of Python's own library sources, sorted by path, as fit in `max_bytes`; no
     tests, no tables.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -163,9 +161,9 @@ def stdlib_files(max_bytes: int) -> list[Path]:
 
 
 def data_files(path: str, is_read: Callable[[Path], bool]) -> tuple[list[Path], list[Path]]:
-    """Return the file at `path`, or those in the folder that are read, sorted by path, and those
-    that are not, so that a picture among the texts does no harm. Hidden and empty files of a folder
-    are neither.
+    """List the file at `path`, or the files of the folder that are read and those that are not,
+    sorted by path, so that a picture among the texts does no harm. Hidden and empty files of a
+    folder are neither.
 
     Args:
       path: the file or the folder.
@@ -193,7 +191,7 @@ def data_files(path: str, is_read: Callable[[Path], bool]) -> tuple[list[Path], 
 
 
 def name_files(what: str, path: str, files: Sequence[Path]) -> str:
-    """Return a note on some files of a folder."""
+    """Write a note on some files of a folder."""
     if not files:
         return ""
     names = ", ".join(str(file.relative_to(path)) for file in files[:3])
@@ -202,7 +200,7 @@ def name_files(what: str, path: str, files: Sequence[Path]) -> str:
 
 
 def files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
-    """Return a folder's files, sorted by relative path, but no empty or hidden ones and none in
+    """List a folder's files, sorted by relative path, without empty or hidden ones and those in
     `left_out` folders.
     """
     found = []
@@ -214,7 +212,7 @@ def files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
 
 
 def is_text(file: Path) -> bool:
-    """Return whether a file has no NUL byte in the first 8 KiB of what it holds, which may be
+    """Return whether a file has no NUL byte in the first 8 KiB of its content, which may be
     compressed (git's test for binary).
     """
     kind = kind_of_file(file)

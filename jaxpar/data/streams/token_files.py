@@ -131,7 +131,7 @@ def load_token_files(
 
 
 def _require_begin(stream: Tokens, begin: int | None) -> None:
-    """Refuse a token file whose documents begin otherwise than texts do under `data.bos`."""
+    """Refuse a token file whose documents begin in another way than texts do under `data.bos`."""
     described = _place_of(stream.origin).with_suffix(".bin.json")
     if described.exists():
         meta = read_json(described)
@@ -163,8 +163,8 @@ def _require_begin(stream: Tokens, begin: int | None) -> None:
 
 
 def open_tokens(path: str | Path) -> Tokens:
-    """Open a token file, memory-mapped or, in a bucket, by range, with those beside it; a UserError
-    if one is missing, cut short or another's.
+    """Open a token file, memory-mapped or, in a bucket, by range, with the files beside it; a
+    UserError if one is missing, cut short or another's.
     """
     place = _place_of(path)
     if place.suffix != ".bin":
@@ -205,10 +205,10 @@ def open_tokens(path: str | Path) -> Tokens:
 
 
 def _read_description(described: Path, file: Path | RangedFile, itself: IdFile) -> dict[str, Any]:
-    """What the .json beside a token file says of it, or else what the file says itself.
+    """Read what the .json beside a token file says of it, or else what the file says itself.
 
     Raises:
-      UserError: it says no dtype of ids, or another than the file's header.
+      UserError: it gives no dtype of ids, or another than the file's header.
     """
     if described.exists():
         kinds = {"dtype": str, "tokens": int, "documents": int}
@@ -236,7 +236,9 @@ def _require_count(file: Path | RangedFile, what: str, count: int, meta: dict[st
 
 
 def _place_of(path: str | Path) -> Path:
-    """Where the files beside a token file lie on this machine; those of a bucket are copied."""
+    """Find where the files beside a token file lie on this machine; files of a bucket are
+    copied.
+    """
     if not is_url(path):
         return Path(path)
     folder, _, name = as_url(path).rpartition("/")
@@ -247,7 +249,9 @@ def _place_of(path: str | Path) -> Path:
 
 
 def _begin_documents(starts: np.ndarray, count: int) -> bool:
-    """Whether documents begin there, one after another, from the first of so many tokens on."""
+    """Return whether documents begin at `starts`, one after another, the first at 0, within so many
+    tokens.
+    """
     return bool(starts[0] == 0 and starts[-1] < count and (np.diff(starts) >= 0).all())
 
 
@@ -258,7 +262,7 @@ def _memory_map(path: Path, dtype: np.dtype, offset: int = 0) -> np.ndarray:
 
 
 def _require_ids_of(size: int, dtype: np.dtype, path: str) -> int:
-    """Return how many ids so many bytes are; refuse none, and a part of one."""
+    """Count the ids in so many bytes; refuse none, and a part of one."""
     if size == 0 or size % dtype.itemsize:
         raise UserError(
             f"{path} has {size} bytes, not a positive multiple of {dtype.itemsize} "

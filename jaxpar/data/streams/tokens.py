@@ -19,12 +19,12 @@ from jaxpar.data.streams.id_files import unknown_id
 from jaxpar.data.streams.mapped import require_uncut
 
 HostBatch = dict[str, np.ndarray]
-"""`tokens` and `labels` (the next token; -1 = not counted), and if packed `segments` and
+"""A batch: `tokens` and `labels` (the next token; -1 = not counted), and if packed `segments` and
 `positions`; int32 [B, S].
 """
 
 _SAMPLE = 2**24
-"""Ids of a file in a bucket that are read for their frequencies."""
+"""The ids of a file in a bucket that are read for their frequencies."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,17 @@ class Tokens(PartDefaults):
 
     tokens: np.ndarray | RangedIds
     document_starts: np.ndarray | None
-    """Where each document begins, sorted int64 [documents], the first at 0; None = not known."""
+    """The place where each document begins, sorted int64 [documents], the first at 0; None = not
+    known.
+    """
     origin: str
     """The name of the file, folder or corpus, for messages."""
     offset: int = 0
-    """How many tokens of `origin` come before these."""
+    """The number of tokens of `origin` that come before these."""
     files: tuple[Path | RangedFile, ...] = ()
-    """The files that they were read from, as far as there are any."""
+    """The files that the tokens were read from, if any."""
     note: str = ""
-    """What was left out."""
+    """The note on what was left out."""
     begin_of_text: int | None = None
     """The id that each window begins with, in place of its first; None = windows begin as they were
     cut.
@@ -78,7 +80,9 @@ class Tokens(PartDefaults):
         )
 
     def require_enough(self, data: DataConfig, what: str, fix: str) -> None:
-        """See `parts.Part`; documents are kept apart only where it is known where they begin."""
+        """Refuse too few tokens, and `data.pack` where it is not known at which tokens documents
+        begin.
+        """
         super().require_enough(data, what, fix)
         if data.pack and self.document_starts is None:
             raise UserError(
@@ -88,8 +92,8 @@ class Tokens(PartDefaults):
 
 
 def window_count(stream: Tokens, seq_len: int, stride: int) -> int:
-    """Count the windows of seq_len tokens, plus the label of the last token, that begin at
-    multiples of `stride`.
+    """Count the windows of seq_len tokens, plus the last token's label, that begin at multiples of
+    `stride`.
     """
     return max((len(stream.tokens) - seq_len - 1) // stride + 1, 0)
 

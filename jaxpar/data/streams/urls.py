@@ -1,6 +1,5 @@
-"""The data of a config whose paths are URLs: files and folders are copied to this machine, and so
-is a tokenizer with what lies beside it. Token files are read by range
-(`jaxpar.data.range_cache`).
+"""The copies on this machine of data whose paths are URLs: files, folders, and a tokenizer with
+what lies beside it. Token files are read by range (`jaxpar.data.range_cache`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from jaxpar.data.patterns import IN_A_PATTERN, matches
 from jaxpar.data.vocabulary.special_tokens import TOKENIZER
 
 _SPLIT = re.compile(r":(?!//)(?![^\[]*\])")
-"""What parts a data set's path from its config and its split."""
+"""The colon that parts a data set's path from its config and its split."""
 _OF_A_TOKENIZER = ("*.json", "*.jinja", "tokenizer.model", "vocab.json", "merges.txt")
 _LARGE_INDEX = "*.index.json"
 
@@ -30,7 +29,7 @@ def data_here(data: DataConfig) -> DataConfig:
       data: the data, of which any path may be a URL.
 
     Returns:
-      The same with paths of this machine, but for token files, which stay URLs.
+      The config with paths of this machine, but for token files, which stay URLs.
 
     Raises:
       UserError: a bucket cannot be read.
@@ -55,7 +54,7 @@ def tokenizer_here(path: str) -> str:
         of the Hugging Face Hub, `hf://org/name`.
 
     Returns:
-      The path of the file on this machine; what is none of these is returned as it is.
+      The path of the file on this machine; any other `path` is returned as it is.
 
     Raises:
       UserError: a bucket or the Hub cannot be read.
@@ -79,7 +78,7 @@ def tokenizer_here(path: str) -> str:
 
 
 def _entry_here(entry: str, source: str) -> str:
-    """One entry of a mixture, a path and its weight."""
+    """Copy one entry of a mixture, a path and its weight, to this machine."""
     path, space, weight = entry.rpartition(" ")
     return f"{_path_here(path.strip(), source)}{space}{weight}" if is_url(path) else entry
 
@@ -100,7 +99,9 @@ def _path_here(path: str, source: str) -> str:
 
 
 def _folder_of_pattern(url: str) -> tuple[str, str]:
-    """Return the folder below which a pattern looks, and the rest of it; see `matching_files`."""
+    """Split a pattern into the folder below which it looks, and the rest, as `matching_files`
+    does.
+    """
     first = IN_A_PATTERN.search(url)
     assert first is not None
     folder = url[: first.start()].rpartition("/")[0]

@@ -1,5 +1,5 @@
-"""The tokens that the files beside a tokenizer.json add to it, as `transformers` does when it opens
-the folder.
+"""The tokens that the files beside a tokenizer.json add to it, as when `transformers` opens the
+folder.
 
 A token is whole only where the tokenizer knows it: what one of these files alone declares would be
 split into bytes, so that no turn of a chat ever ended. They are read in this order:
@@ -34,7 +34,7 @@ _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "
 _MORE = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 _FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 _SHOWN = 3
-"""Tokens that a note names."""
+"""The number of tokens that a note names."""
 
 
 class _Declared(NamedTuple):
@@ -44,9 +44,11 @@ class _Declared(NamedTuple):
     file: str
     """The name of the file."""
     id: int | None = None
-    """None = the file gives it none."""
+    """The id that the file gives it; None = none."""
     flags: Mapping[str, bool] = {}
-    """Of how it is found in a text; what is missing is as the tokenizers package has it."""
+    """The flags of how it is found in a text; what is missing is as the tokenizers package has
+    it.
+    """
 
 
 def add_declared(inner: tokenizers.Tokenizer, tokenizer: Path) -> tuple[str, ...]:
@@ -57,7 +59,7 @@ def add_declared(inner: tokenizers.Tokenizer, tokenizer: Path) -> tuple[str, ...
       tokenizer: its file.
 
     Returns:
-      Notes: which were added, and what the files say in vain, a sentence each.
+      Notes, a sentence each: which tokens were added, and what the files say in vain.
 
     Raises:
       UserError: a file cannot be read, or gives a token an id that it cannot have.
@@ -97,11 +99,11 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _by_id(config: Mapping[str, Any], tokenizer: Path) -> list[_Declared]:
-    """Return the tokens of `added_tokens_decoder`, by their ids: `{"7": {"content": "<|end|>"}}`;
+    """Read the tokens of `added_tokens_decoder`, by their ids: `{"7": {"content": "<|end|>"}}`;
     those that the config names are special.
 
     Raises:
-      UserError: it is none.
+      UserError: an entry is no token.
     """
     decoder = config[_DECODER]
     if not isinstance(decoder, dict):
@@ -128,8 +130,8 @@ def _no_decoder(tokenizer: Path, found: object) -> UserError:
 
 
 def _by_token(added: Mapping[str, Any], special: Iterable[_Declared]) -> list[_Declared]:
-    """Return the tokens of added_tokens.json, by their ids: `{"<|end|>": 7}`; they are special
-    where another file declares them so.
+    """Read the tokens of added_tokens.json, `{"<|end|>": 7}`; they are special where another file
+    says so.
     """
     names = {one.content for one in special}
     found = [
@@ -148,18 +150,18 @@ def _by_token(added: Mapping[str, Any], special: Iterable[_Declared]) -> list[_D
 def _special(
     config: Mapping[str, Any], tokens_map: Mapping[str, Any] | None = None
 ) -> list[_Declared]:
-    """Return the special tokens that the files declare without an id.
+    """List the special tokens that the files declare without an id.
 
     Args:
-      config: tokenizer_config.json.
-      tokens_map: special_tokens_map.json, which comes before it.
+      config: the content of tokenizer_config.json.
+      tokens_map: the content of special_tokens_map.json, which comes before it.
     """
     files = [config] if tokens_map is None else [tokens_map, config]
     return [*_named(files), *_listed(files)]
 
 
 def _named(files: Sequence[Mapping[str, Any]]) -> list[_Declared]:
-    """Return the tokens that files give names, each name by the first that has it."""
+    """List the tokens that files give names, each name by the first that has it."""
     values = dict[str, _Declared]()
     for file in files:
         name = TOKENIZER_CONFIG if file is files[-1] else TOKENS_MAP
@@ -175,7 +177,7 @@ def _named(files: Sequence[Mapping[str, Any]]) -> list[_Declared]:
 
 
 def _listed(files: Sequence[Mapping[str, Any]]) -> list[_Declared]:
-    """Return the special tokens that stand in lists, without names."""
+    """List the special tokens that stand in lists, without names."""
     found = list[_Declared | None]()
     for file in files:
         name = TOKENIZER_CONFIG if file is files[-1] else TOKENS_MAP
@@ -186,7 +188,7 @@ def _listed(files: Sequence[Mapping[str, Any]]) -> list[_Declared]:
 
 
 def _declared(value: Any, file: str) -> _Declared | None:
-    """Return a special token of a file: its text, or an object that has it as `content`."""
+    """Read a special token of a file: its text, or an object that has it as `content`."""
     match value:
         case str() if value:
             return _Declared(value, file, flags={"special": True})
@@ -200,7 +202,7 @@ def _flags(token: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _each_once(declared: Iterable[_Declared]) -> list[_Declared]:
-    """Return the tokens, each as the first that declares it does."""
+    """Keep each token once, as the first file that declares it does."""
     found = dict[str, _Declared]()
     for one in declared:
         found.setdefault(one.content, one)
@@ -208,7 +210,7 @@ def _each_once(declared: Iterable[_Declared]) -> list[_Declared]:
 
 
 def _disagreement(declared: _Declared, inner: tokenizers.Tokenizer, tokenizer: Path) -> str:
-    """Return the note on a token of tokenizer.json to which another file gives another id."""
+    """Write the note on a token of tokenizer.json to which another file gives another id."""
     with asking(tokenizer, f"find {short(declared.content)}"):
         id = inner.token_to_id(declared.content)
     if id is None or declared.id in (None, id):

@@ -1,5 +1,4 @@
-"""What the folder of a tokenizer declares of its special tokens: which begin a text, and which end
-one.
+"""The special tokens that a tokenizer's folder declares: which begin a text, and which end one.
 
 This is the one place that knows them, for data, prompts, the end of what is generated, evaluation
 and export. An id that is declared by its token stands in tokenizer_config.json and
@@ -32,11 +31,11 @@ MODEL_CONFIG = "config.json"
 TEMPLATE = "chat_template.jinja"
 PROCESSOR_TEMPLATE = "chat_template.json"
 TEMPLATE_FOLDERS = ("additional_chat_templates", "chat_templates")
-"""Folders of more chat templates, each by the name of its file."""
+"""The folders of more chat templates, each by the name of its file."""
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TOKEN_IDS = "token_ids.json"
-"""In a run folder: the token ids of the config.json of the Hugging Face folder that it came
-from.
+"""The file of a run folder with the token ids of the config.json of the Hugging Face folder that it
+came from.
 """
 
 _ID_KINDS = {
@@ -52,15 +51,15 @@ END_OF_TEXT = (
     "<|eos|>",
     "[EOS]",
 )
-"""Names of the token that ends a text. One of them is guessed where no file says which, and only a
-special token.
+"""The usual names of the token that ends a text. One of them is guessed where no file says which,
+and only a special token.
 """
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What the files beside a tokenizer.json say; ids are in the order in which they are to be
-    believed.
+    """The special tokens that the files beside a tokenizer.json declare; ids are in the order in
+    which they are to be believed.
     """
 
     names: dict[str, str]
@@ -72,7 +71,7 @@ class SpecialTokens:
     begins: tuple[int, ...]
     """The ids that are said to begin a text."""
     ends: tuple[int, ...]
-    """The ids that are said to end one."""
+    """The ids that are said to end a text."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +79,15 @@ class TextEnds:
     """The ids that a tokenizer's texts begin and end with, each None where there is none."""
 
     begin_of_text: int | None
-    """Put before each text."""
+    """The id that is put before each text."""
     end_of_text: int | None
-    """Closes a document."""
+    """The id that closes a document."""
     notes: tuple[str, ...]
-    """What was guessed, or could not be used, a sentence each."""
+    """The notes on what was guessed, or could not be used, a sentence each."""
 
 
 def beside(tokenizer: str | Path, name: str) -> Path:
-    """Return where the file `name` lies beside a tokenizer.
+    """Return the path of the file `name` beside a tokenizer.
 
     Beside `train.bin.tokenizer.json`, which a token file brings, `tokenizer_config.json` is
     `train.bin.tokenizer_config.json`; beside any other it has its own name.
@@ -136,7 +135,7 @@ def _read(
 
 
 def _names(config: dict[str, Any]) -> dict[str, str]:
-    """Return the tokens that a file names; each is its text, or an object that has it as
+    """Read the tokens that a file names; each is its text, or an object that has it as
     `content`.
     """
     named = {key: value for key, value in config.items() if key.endswith("_token")}
@@ -155,7 +154,7 @@ def _ids(
     files: Iterable[dict[str, Any]],
     key: str,
 ) -> tuple[int, ...]:
-    """Return the ids that some files give a key, one or a list, each once; a Gemma 3's also in its
+    """Read the ids that some files give a key, one or a list, each once; Gemma 3 has them in its
     `text_config`.
     """
     found: dict[int, None] = {}
@@ -181,12 +180,12 @@ def _given(config: dict[str, Any], key: str) -> Any:
 
 
 def carry_declared(source: Path | None, target: Path, keep: bool = False) -> None:
-    """Let the files beside one tokenizer say of another what they say of it, and nothing else.
+    """Copy what the files beside one tokenizer declare of it to another tokenizer, and nothing
+    else.
 
     Args:
-      source: the tokenizer.json that they lie beside; None = there is none, so that nothing is
-        declared.
-      target: another tokenizer.json, perhaps of a token file (see `beside`).
+      source: the tokenizer.json that the files lie beside; None = nothing is declared.
+      target: another tokenizer.json, perhaps of a token file (`beside`).
       keep: whether what the target has besides stays; otherwise the files that the source lacks are
         removed.
 
@@ -208,7 +207,7 @@ def carry_declared(source: Path | None, target: Path, keep: bool = False) -> Non
 
 
 def read_declared(tokenizer: Path) -> dict[str, bytes]:
-    """Return the content of each file that says something of a tokenizer, by name; of a config.json
+    """Read the content of each file that says something of a tokenizer, by name; of a config.json
     the ids alone.
 
     Raises:
@@ -227,8 +226,8 @@ def read_declared(tokenizer: Path) -> dict[str, bytes]:
 
 
 def declaring_files(tokenizer: Path) -> list[str]:
-    """Return the names of the files beside a tokenizer that say something of it, but for the
-    model's config.json.
+    """List the names of the files beside a tokenizer that say something of it, but for the model's
+    config.json.
 
     Args:
       tokenizer: the tokenizer.json, which may be absent.
@@ -243,13 +242,13 @@ def declaring_files(tokenizer: Path) -> list[str]:
 
 
 def _place(tokenizer: Path, name: str) -> Path:
-    """Return where a file lies beside a tokenizer, also one in a folder of templates."""
+    """Return the path of a file beside a tokenizer, also of one in a folder of templates."""
     first, *rest = name.split("/")
     return beside(tokenizer, first).joinpath(*rest)
 
 
 def carried_token_ids(tokenizer: Path) -> dict[str, Any]:
-    """Return the ids of the config.json that a tokenizer came with (see `carry_declared`):
+    """Read the ids of the config.json that a tokenizer came with (`carry_declared`):
     `{"eos_token_id": 2}`.
 
     Raises:
@@ -269,7 +268,6 @@ def find_ends(
     either, a special token of a usual name.
 
     Args:
-      inner: the tokenizer.
       declared: what the files beside it say.
       vocab_size: the model has the ids below this; 0 = all of the tokenizer's.
       origin: the tokenizer's file, for messages.
@@ -319,7 +317,7 @@ class _Known(NamedTuple):
     vocab_size: int
 
     def first(self, *ids: int | None) -> int | None:
-        """The first id that the model has."""
+        """Return the first id that the model has."""
         return next(
             (id for id in ids if id is not None and self._has(id)),
             None,
@@ -336,7 +334,7 @@ class _Known(NamedTuple):
 
 
 def put_before(inner: tokenizers.Tokenizer, begin: int | None) -> str:
-    """Return the tokenizer.json of a tokenizer that puts an id before each text, or none, and
+    """Write the tokenizer.json of a tokenizer that puts an id before each text, or none, and
     nothing else.
     """
     from tokenizers.processors import TemplateProcessing
@@ -352,7 +350,7 @@ def put_before(inner: tokenizers.Tokenizer, begin: int | None) -> str:
 
 
 def _guess_end(known: _Known) -> int | None:
-    """Return the special token that has a usual name of an end of text; a plain word, as `</s>` of
+    """Find the special token that has a usual name of an end of text; a plain word, as `</s>` of
     HTML, is none.
     """
     added = known.inner.get_added_tokens_decoder().values()
@@ -366,8 +364,8 @@ def _find_begin(
     put: int | None,
     bos: Bos,
 ) -> int | None:
-    """Return the id that is put before each text, of a tokenizer whose post-processor puts an id
-    there, or none.
+    """Find the id that is put before each text, given the one that the post-processor puts there,
+    if any.
 
     By default `add_bos_token` of the tokenizer's config comes before the post-processor. So it does
     in `transformers` 4.57 for the tokenizers of LLaMA, Gemma and Cohere; for others, and for all in
@@ -384,7 +382,7 @@ def _find_begin(
 def _disagreement(
     inner: tokenizers.Tokenizer, begin: int | None, put: int | None, origin: str
 ) -> str:
-    """Return the note on a config that says otherwise than the post-processor which id begins a
+    """Write the note on a config that disagrees with the post-processor on which id begins a
     text.
     """
     if begin is None:
@@ -403,11 +401,10 @@ def _disagreement(
 
 
 def find_put(inner: tokenizers.Tokenizer, named: int | None, origin: object) -> int | None:
-    """Return the id that a tokenizer's post-processor puts before a text; None where it puts none,
-    or several.
+    """Find the id that a tokenizer's post-processor puts before a text; None where it puts none, or
+    several.
 
     Args:
-      inner: the tokenizer.
       named: the id that is said to begin a text, if one is.
       origin: the tokenizer's file, for messages.
 

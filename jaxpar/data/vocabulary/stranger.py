@@ -1,4 +1,4 @@
-"""A tokenizer.json of a stranger: what the tokenizers package raises over one, and how long a text
+"""A tokenizer.json of a stranger: what the tokenizers package raises over it, and how long a text
 may become in it.
 
 The package loads files that it fails in later, at a text without a token for it or at a pattern
@@ -26,15 +26,17 @@ if TYPE_CHECKING:
 _PANIC = "PanicException"
 """The class of a panic of Rust, which is no Exception, and which no module gives."""
 _TIMES = 32
-"""A text may become so many times as long: normal forms of Unicode make 18 characters of some."""
+"""The factor by which a text may become longer: normal forms of Unicode make 18 characters of
+some.
+"""
 _ALWAYS = 2**20
-"""What any text may become, in characters: tens of MiB in the package."""
+"""The characters that any text may become: tens of MiB in the package."""
 _LONGEST_MAPPED = 256
-"""Bytes that a table of SentencePiece may put in place of a character; its own have 33."""
+"""The bytes that a table of SentencePiece may put in place of a character; its own have 33."""
 _MOST_BYTE_LEVELS = 4
-"""Each writes a byte as a character, of two bytes where it is not ASCII."""
+"""The most steps that write a byte as a character, each of two bytes where it is not ASCII."""
 _MOST_ADDED = 2**16
-"""Tokens that a post-processor may put around a text."""
+"""The most tokens that a post-processor may put around a text."""
 _ALONE: dict[str, Any] = {
     "version": "1.0",
     "truncation": None,
@@ -72,23 +74,19 @@ def asking(origin: object, what: str) -> Iterator[None]:
 
 
 class Steps(NamedTuple):
-    """What is done to a text one after the other, each the JSON of a normalizer."""
+    """The steps that change a text one after the other, each the JSON of a normalizer."""
 
     normalizer: tuple[str, ...] = ()
-    """Before it is cut into tokens; empty = none makes a text longer."""
+    """The steps before the text is cut into tokens; empty = none makes a text longer."""
     decoder: tuple[str, ...] = ()
-    """To each token of a text that is made of tokens."""
+    """The steps for each token of a text that is made of tokens."""
 
 
 def read_steps(inner: tokenizers.Tokenizer, origin: object) -> Steps:
-    """Read what a tokenizer does to the length of a text.
+    """Read the steps of a tokenizer that change the length of a text.
 
     Args:
-      inner: the tokenizer.
-      origin: its file.
-
-    Returns:
-      The steps.
+      origin: its file, for messages.
 
     Raises:
       UserError: a part of it repeats a text, or makes it longer than any needs to.
@@ -115,15 +113,15 @@ def read_steps(inner: tokenizers.Tokenizer, origin: object) -> Steps:
 
 
 def require_room(steps: Sequence[str], texts: Sequence[str], origin: object) -> None:
-    """Refuse texts that would become much longer by some steps; where they cannot, nothing is done.
+    """Refuse texts that some steps would make much longer; where they cannot, nothing is done.
 
     Args:
-      steps: those of `Steps`.
+      steps: a field of `Steps`.
       texts: each is changed by itself.
       origin: the tokenizer's file.
 
     Raises:
-      UserError: they would.
+      UserError: the texts would become too long.
     """
     whole = sum(map(len, texts))
     room = max(_ALWAYS, _TIMES * whole)
@@ -147,7 +145,7 @@ def require_room(steps: Sequence[str], texts: Sequence[str], origin: object) -> 
 
 
 def _parts(whole: Any) -> list[dict[str, Any]]:
-    """Return the parts of a normalizer or its like, and of sequences in it, in their order.
+    """List the parts of a normalizer or its like, and of sequences in it, in their order.
 
     They are in the form in which the package writes them: a file may have older ones.
     """
@@ -190,7 +188,7 @@ def _require_one_text(part: Mapping[str, Any], origin: object) -> None:
 
 
 def _longest_mapped(part: Mapping[str, Any]) -> int:
-    """Return how many bytes a table of SentencePiece puts in place of a character at most.
+    """Return the most bytes that a table of SentencePiece puts in place of a character.
 
     The table is the length of a trie, the trie, and texts that each end with a zero.
     """
@@ -205,7 +203,7 @@ def _longest_mapped(part: Mapping[str, Any]) -> int:
 
 
 def _most(step: Mapping[str, Any], length: float, texts: int) -> float:
-    """Return how long texts of a length in sum may become by a step, at most."""
+    """Return the most characters that texts of a total length may become by a step."""
     match step:
         case {"type": "Replace", "content": str(content), "pattern": {"String": str(pattern)}} if (
             pattern
@@ -223,8 +221,8 @@ def _most(step: Mapping[str, Any], length: float, texts: int) -> float:
 
 
 def _length(step: str, text: str) -> int:
-    """Return how long a text becomes by a step, where it may become more than a few times as long;
-    else its length.
+    """Return how long a text becomes by a step that may make it a few times as long; else its
+    length.
     """
     part = json.loads(step)
     match part:
@@ -244,7 +242,7 @@ def _normalized(step: str, text: str) -> str:
 
 @lru_cache(64)
 def _alone(step: str) -> tokenizers.Tokenizer:
-    """Return the tokenizer that has one step alone."""
+    """Make the tokenizer that has one step alone."""
     import tokenizers
 
     return tokenizers.Tokenizer.from_str(json.dumps(_ALONE | {"normalizer": json.loads(step)}))

@@ -1,4 +1,4 @@
-"""How many bytes of text stand for token ids, where ids may begin or end within a character.
+"""The bytes of text that stand for token ids, where ids may begin or end within a character.
 
 Shapes: N tokens, P pairs of a token and the one before it, V vocabulary.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from jaxpar.data.vocabulary.tokenizer import BytesTokenizer, CharsTokenizer, HFTokenizer, Tokenizer
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-"""A token that is one byte, of those that SentencePiece falls back on."""
+"""A token that is one byte, which SentencePiece falls back on."""
 
 
 def count_bytes(tokenizer: Tokenizer, before_N: np.ndarray, ids_N: np.ndarray) -> int:
@@ -21,15 +21,10 @@ def count_bytes(tokenizer: Tokenizer, before_N: np.ndarray, ids_N: np.ndarray) -
 
     Special tokens add none, and a token that is a part of a character adds the bytes that it has.
     What stands for text that the tokenizer does not know adds none either, as its length is not
-    known (see `unknown_id`).
+    known (`unknown_id`).
 
     Args:
-      tokenizer: that of the ids.
       before_N: the id before each, which may decide whether a space stands between them.
-      ids_N: the ids.
-
-    Returns:
-      The number of bytes.
     """
     if isinstance(tokenizer, BytesTokenizer):
         return len(ids_N)
@@ -100,7 +95,7 @@ def _byte_level_sizes(tokenizer: HFTokenizer) -> np.ndarray | None:
 
 
 def _added_bytes(tokenizer: HFTokenizer, before_P: np.ndarray, ids_P: np.ndarray) -> np.ndarray:
-    """Return the bytes that each id [P] adds to the text of the one before it, by decoding both.
+    """Count the bytes that each id [P] adds to the text of the one before it, by decoding both.
 
     After a special token a text begins.
     """

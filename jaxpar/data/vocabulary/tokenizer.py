@@ -1,5 +1,5 @@
-"""Turns text into token ids and back, by bytes, by the characters of a text, or with a Hugging Face
-tokenizer.json.
+"""The tokenizers that turn text into token ids and back: by bytes, by the characters of a text, or
+with a Hugging Face tokenizer.json.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
 
 
 _SHOWN = 100
-"""Characters of a text from which a message takes those that it shows."""
+"""The characters of a text from which a message takes those that it shows."""
 OLDER_FORMS = ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "vocab.txt")
-"""Files in which older programs keep a tokenizer."""
+"""The files in which older programs keep a tokenizer."""
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 @dataclass(frozen=True)
 class BytesTokenizer:
-    """Takes the bytes of UTF-8 as ids: it encodes any text with 256 ids."""
+    """A tokenizer whose ids are the bytes of UTF-8: it encodes any text with 256 ids."""
 
     vocab_size: ClassVar[int] = 256
-    """One more than the largest id."""
+    """The largest id plus one."""
     end_of_text: ClassVar[None] = None
     """The id that closes a document; there is none, as no id is free for this."""
     begin_of_text: ClassVar[None] = None
     """The id that is put before each text."""
     notes: ClassVar[tuple[str, ...]] = ()
-    """What is to be said of the two."""
+    """The notes on what begins and ends a text."""
     file: Path | None = field(default=None, compare=False)
-    """The file that names it, beside which a chat template may lie."""
+    """The file that names this tokenizer, beside which a chat template may lie."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids [N], int32."""
+        """Encode a text as ids [N], int32."""
         return np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -67,16 +67,16 @@ class BytesTokenizer:
         )
 
     def to_json(self) -> str:
-        """Return all that `load_tokenizer` needs; a Hugging Face tokenizer stays a file that its
-        own library reads.
+        """Write all that `load_tokenizer` needs; a Hugging Face tokenizer stays a file that its own
+        library reads.
         """
         return json.dumps({"tokenizer": "bytes"})
 
 
 @dataclass(frozen=True)
 class CharsTokenizer:
-    """Has one id per character of a fixed set, in code point order, like nanoGPT's character-level
-    data.
+    """A tokenizer with one id per character of a fixed set, in code point order, like nanoGPT's
+    character-level data.
     """
 
     chars: str
@@ -90,7 +90,7 @@ class CharsTokenizer:
         return len(self.chars)
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids [N], int32; a UserError for a character outside the set."""
+        """Encode a text as ids [N], int32; a UserError for a character outside the set."""
         ids = {char: i for i, char in enumerate(self.chars)}
         try:
             return np.fromiter(
@@ -116,7 +116,7 @@ class CharsTokenizer:
 
 @dataclass(frozen=True)
 class HFTokenizer:
-    """Uses a tokenizer.json of Hugging Face; it adds no special token to a text, and hides none."""
+    """A tokenizer.json of Hugging Face; it adds no special token to a text, and hides none."""
 
     inner: tokenizers.Tokenizer
     vocab_size: int
@@ -128,21 +128,21 @@ class HFTokenizer:
     """The id that is put before each text; None = none is (`data.bos`)."""
     file: Path | None = None
     notes: tuple[str, ...] = ()
-    """What was guessed of the two, or could not be used."""
+    """The notes on what begins and ends a text: what was guessed, or could not be used."""
     steps: Steps = field(default=Steps(), compare=False)
-    """What may make a text longer."""
+    """The steps that may make a text longer."""
 
     @property
     def whole_vocab_size(self) -> int:
-        """One more than the largest id, special tokens that the model lacks included."""
+        """The largest id plus one, with the special tokens that the model lacks."""
         return max(self.inner.get_vocab().values(), default=-1) + 1
 
     def encode(self, text: str) -> np.ndarray:
         return self.known(self.encoding(text).ids)
 
     def encoding(self, text: str) -> tokenizers.Encoding:
-        """Return the ids of a text, and where in it each stands; a UserError where the tokenizer
-        fails in it.
+        """Encode a text, with where in it each id stands; a UserError where the tokenizer fails in
+        it.
         """
         try:
             require_room(self.steps.normalizer, [text], self.file)
@@ -153,8 +153,8 @@ class HFTokenizer:
             raise
 
     def known(self, ids: Sequence[int]) -> np.ndarray:
-        """Return the ids [N], int32, and refuse with a UserError those of special tokens that the
-        model lacks.
+        """Return the ids [N], int32, and refuse with a UserError special tokens that the model
+        lacks.
         """
         found = np.array(ids, np.int32)
         if found.max(initial=-1) >= self.vocab_size:
@@ -196,7 +196,7 @@ Tokenizer = BytesTokenizer | CharsTokenizer | HFTokenizer
 def make_tokenizer(
     name: str, texts: Iterable[str] = (), vocab_size: int = 0, bos: Bos = "auto"
 ) -> Tokenizer:
-    """Make the tokenizer of `data.tokenizer`: `bytes`, `chars` (of `texts`), or that of a JSON file
+    """Make the tokenizer of `data.tokenizer`: `bytes`, `chars` (of `texts`), or a JSON file
     (`load_tokenizer`).
 
     Raises:
@@ -308,11 +308,11 @@ def _hf_tokenizer(path: Path, vocab_size: int, bos: Bos) -> HFTokenizer:
 
 
 def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Ids [N] of a text, int32, between the ids that begin and end one, as far as the tokenizer has
-    them.
+    """Encode a text as ids [N], int32, between the ids that begin and end one, as far as the
+    tokenizer has them.
 
-    There are none of a text without anything but white space, or of which the tokenizer leaves
-    nothing: to learn that one document's end follows another's is to learn to write nothing.
+    A text without anything but white space, or of which the tokenizer leaves nothing, has no ids:
+    to learn that one document's end follows another's is to learn to write nothing.
     """
     if text.strip():
         ids = tokenizer.encode(text)
@@ -334,13 +334,13 @@ def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def encode_prompt(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Ids [N] of a text that is to be continued, int32: those of a document without its end."""
+    """Encode a text that is to be continued as ids [N], int32: a document's without its end."""
     ids = tokenizer.encode(text)
     return np.concatenate([missing_begin(ids, tokenizer), ids])
 
 
 def missing_begin(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """Ids [0] or [1], int32: the begin of text, if a text's ids lack it.
+    """Return the begin of text, int32 [1], if a text's ids lack it, else [0].
 
     A text may be written with it, as by a chat template, and it never stands there twice.
     """
@@ -354,8 +354,8 @@ def encode_files(
     tokenizer: Tokenizer,
     texts_of: Callable[[Path], Iterable[str]] = lambda file: [read_text(file)],
 ) -> Iterator[np.ndarray]:
-    """Yield the ids of each document by `encode_document`, in the dtype of `token_dtype`; an error
-    names the file.
+    """Encode each document by `encode_document`, in the dtype of `token_dtype`; an error names the
+    file.
 
     A document without text yields no ids. A file is a document, or what `texts_of` finds in it.
     """
@@ -368,8 +368,8 @@ def encode_files(
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the dtype in which ids are stored: little-endian uint16, or uint32 for a vocabulary
-    too large for that.
+    """Return the dtype in which ids are stored: little-endian uint16, or uint32 for a larger
+    vocabulary.
     """
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
@@ -386,7 +386,7 @@ def read_text(file: Path) -> str:
 
 
 def decode_text(content: bytes, file: Path) -> str:
-    """Return the text that the bytes of a file are, or a part of them.
+    """Decode the bytes of a text file, or a part of them.
 
     Raises:
       UserError: they are no text in UTF-8.

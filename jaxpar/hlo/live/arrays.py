@@ -1,4 +1,4 @@
-"""The result: an array and its place in time, and a schedule with all its arrays."""
+"""The result of this package: an array's place in time, and a schedule with all its arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ class LiveArray:
 
     Attributes:
       name: the instruction that makes it; of an entry's argument, the parameter.
-      shape: its shape.
       begin: the place of the instruction that makes it.
       end: the place of its last use.
       whole: whether it is there before and after the program: an argument or a result.
@@ -29,7 +28,9 @@ class LiveArray:
 
     @property
     def bytes(self) -> int:
-        """The bytes that it takes in the device's main memory, with the padding of its tiles."""
+        """The bytes that the array takes in the device's main memory, with the padding of its
+        tiles.
+        """
         return 0 if self.shape.space else self.shape.stored_bytes
 
 
@@ -38,7 +39,7 @@ class Schedule:
     """The instructions of a program in the order in which they run, and its arrays.
 
     Attributes:
-      instructions: each with those of the loops around it in their place.
+      instructions: each with the instructions of the loops around it in their place.
       arrays: every array of the main memory.
     """
 
@@ -46,7 +47,9 @@ class Schedule:
     arrays: list[LiveArray]
 
     def bytes_at(self) -> list[int]:
-        """The bytes that are alive at each place; none where nothing is computed."""
+        """Count the bytes that are alive at each place; the list is empty where nothing is
+        computed.
+        """
         if not self.instructions:
             return []
         changes = [0] * (len(self.instructions) + 1)
@@ -61,13 +64,11 @@ class Schedule:
         return found
 
     def alive(self, place: int) -> list[LiveArray]:
-        """The arrays that are alive at a place, the largest first.
+        """List the arrays that are alive at a place, the largest first, without those that take no
+        bytes in the main memory.
 
         Args:
           place: a place in the order of the instructions, from 0.
-
-        Returns:
-          The arrays; those that take no bytes in the main memory are left out.
         """
         found = [one for one in self.arrays if one.begin <= place <= one.end and one.bytes]
         return sorted(found, key=lambda one: -one.bytes)

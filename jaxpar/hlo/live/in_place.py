@@ -1,4 +1,4 @@
-"""In the place of which of its operands an instruction may write its result.
+"""Which operands an instruction may overwrite with its result.
 
 Two lists of operands, by their numbers, say so (`replaceable`):
 
@@ -19,13 +19,14 @@ from jaxpar.hlo.program.opcodes import words
 
 _RESHAPING = words("bitcast broadcast concatenate pad reverse transpose tuple reshape")
 _IN_PLACE = opcodes.ELEMENTWISE - _RESHAPING
-"""With these an element of the result needs the same element of each operand, and none besides."""
+"""Opcodes for which an element of the result needs the same element of each operand, and no other.
+"""
 _STACKS = words("dynamic-update-slice scatter")
-"""These opcodes change a part of their first operand."""
+"""Opcodes that change a part of their first operand."""
 
 
 def replaceable(module: Module, instruction: Instruction) -> tuple[list[int], list[int]]:
-    """The numbers of the operands that are read element by element, and of those that are
+    """Find the numbers of the operands that are read element by element, and of those that are
     changed.
     """
     every = list(range(len(instruction.operands)))
@@ -47,8 +48,8 @@ def replaceable(module: Module, instruction: Instruction) -> tuple[list[int], li
 
 
 def lies_alike(operand: Shape, result: Shape) -> bool:
-    """Whether elements that are read one by one lie in memory in the order of the result's. Other
-    dims are those of a bitcast inside of a fusion, which moves none.
+    """Return whether an operand's elements lie in memory in the order of the result's. Where the
+    dims differ, a bitcast inside of a fusion changed them, which moves no element.
 
     f32[8,4]{1,0} and f32[8,4]{0,1}      no: a copy between them reads all before it writes the last
     f32[8,4]{1,0} and f32[32]{0}         yes
@@ -57,7 +58,7 @@ def lies_alike(operand: Shape, result: Shape) -> bool:
 
 
 def _users(computation: Computation, name: str) -> list[Instruction]:
-    """The users of an array, also under another shape."""
+    """List the users of an array, also under another shape."""
     found = []
     for user in computation.users.get(name, []):
         found += _users(computation, user.name) if user.opcode == "bitcast" else [user]
@@ -65,7 +66,7 @@ def _users(computation: Computation, name: str) -> list[Instruction]:
 
 
 def _changes(computation: Computation, user: Instruction, name: str) -> bool:
-    """Whether a use of an array changes a part of it."""
+    """Return whether a use of an array changes a part of it."""
     if user.opcode not in _STACKS:
         return False
     first = computation.behind(user.operands[0], ("bitcast",))
@@ -73,7 +74,8 @@ def _changes(computation: Computation, user: Instruction, name: str) -> bool:
 
 
 def _is_read_in_place(computation: Computation, name: str) -> bool:
-    """Whether every element is read for the same element of the results, and for nothing else.
+    """Return whether every element is read for the same element of the results, and for nothing
+    else.
 
     %p = f32[8] parameter(0)
     %e = f32[8] exponential(%p)

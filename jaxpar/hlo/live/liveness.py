@@ -1,4 +1,4 @@
-"""Follows a program in its order and finds its arrays.
+"""This module follows a program in its order and finds its arrays.
 
 An array lies in memory from the instruction that makes it to its last use. Arrays that XLA keeps in
 one slot of memory are joined and count once: a loop's state, what is updated in place, a result in
@@ -40,10 +40,12 @@ from jaxpar.hlo.program.module import Computation, Instruction, Module, Shape
 from jaxpar.hlo.program.opcodes import words
 
 _NAMES = words("tuple get-tuple-element bitcast optimization-barrier")
-"""These opcodes name arrays that are there, and make none."""
+"""Opcodes that name arrays that are there, and make none."""
 
 _NAMES_FIRST = words("add-dependency domain")
-"""These name their first operand; another is a token, which only says what runs before."""
+"""Opcodes that name their first operand; the other operand is a token, which only says what runs
+before.
+"""
 
 _OF_THE_PROGRAM = -1
 """The memory space of constants, which are loaded with the program's code."""
@@ -60,7 +62,7 @@ def live_arrays(module: Module) -> Schedule:
         (`is_scheduled=true`).
 
     Returns:
-      The order, and the arrays. Constants are left out.
+      The order of the instructions, and the arrays. Constants are left out.
     """
     reading = _Reading(module)
     entry = module.computations[module.entry]
@@ -85,13 +87,13 @@ def live_arrays(module: Module) -> Schedule:
 
 
 class _Made(NamedTuple):
-    """What an instruction makes, and the operands in whose slots that may lie."""
+    """What an instruction makes, and the operands in whose slots its results may lie."""
 
     place: int
     results: list[int]
     read: list[tuple[int, Shape]]
-    """Operands of which an element is read for the same element of a result alone, each with its
-    shape here."""
+    """Operands of which an element is read for the same element of a result alone, each with the
+    shape in which it is read."""
     changed: list[int]
     """Operands of which a part is changed."""
 
@@ -108,13 +110,13 @@ class _Reading:
     order: list[Instruction] = field(default_factory=list)
     arrays: list[LiveArray] = field(default_factory=list)
     joined: list[int] = field(default_factory=list)
-    """For each array, one that lies in the same slot; itself where there is no other."""
+    """For each array, another array in the same slot, or itself."""
     last_use: list[int] = field(default_factory=list)
-    """The last use of each, by its own name; another in its slot may be used later."""
+    """The last use of each array by its own name; another array in its slot may be used later."""
     made: list[_Made] = field(default_factory=list)
 
     def new(self, instruction: Instruction) -> list[int]:
-        """An array for each part of what an instruction makes."""
+        """Make an array for each part of what an instruction makes."""
         return [self._array(instruction, shape) for shape in instruction.shape.leaves()]
 
     def _array(self, instruction: Instruction, shape: Shape) -> int:
@@ -129,19 +131,14 @@ class _Reading:
         return len(self.joined) - 1
 
     def root(self, number: int) -> int:
-        """The array that stands for all those in its slot."""
+        """Find the array that stands for all those in its slot."""
         while self.joined[number] != number:
             self.joined[number] = self.joined[self.joined[number]]
             number = self.joined[number]
         return number
 
     def join(self, first: int, second: int) -> None:
-        """Put two arrays into one slot.
-
-        Args:
-          first: the number of an array.
-          second: the number of another, or of the same.
-        """
+        """Put two arrays, given by their numbers, into one slot."""
         first = self.root(first)
         second = self.root(second)
         if first == second:
@@ -157,20 +154,17 @@ class _Reading:
         self.joined[second] = first
 
     def extend(self, number: int, place: int) -> None:
-        """An array is there at a place too."""
+        """Keep an array in memory up to and including a place."""
         array = self.arrays[self.root(number)]
         array.begin = min(array.begin, place)
         array.end = max(array.end, place)
 
     def run(self, computation: Computation, arguments: Sequence[list[int]]) -> list[int]:
-        """Follow a computation in its order.
+        """Follow a computation in its order, and return the numbers of the arrays of its result, a
+        leaf each.
 
         Args:
-          computation: the computation.
-          arguments: for each of its parameters the numbers of its arrays, a leaf each.
-
-        Returns:
-          The numbers of the arrays of its result, a leaf each.
+          arguments: for each parameter of the computation the numbers of its arrays, a leaf each.
         """
         values: dict[str, list[int]] = {}
         for name, instruction in computation.instructions.items():
@@ -228,7 +222,8 @@ class _Reading:
         return results
 
     def _loop(self, instruction: Instruction, state: list[int]) -> list[int]:
-        """A loop's state stays where it is: what a trip hands on is in the slot of the last.
+        """Join a loop's state, which stays where it is: what a trip hands on is in the slot of the
+        last.
 
         Of each part of the state four arrays are one: what was there before the loop, the body's
         parameter, what the body hands on, and the loop's result.
@@ -258,7 +253,7 @@ class _Reading:
         return ends[0] if ends else []
 
     def _finished(self, instruction: Instruction, started: list[int]) -> list[int]:
-        """What an asynchronous start has made, of the shapes of its end.
+        """Find the arrays that an asynchronous start has made, by the shapes of its end.
 
         %s = (f32[8], f32[16]) all-gather-start(%x)
         %d = f32[16] all-gather-done(%s)             the second array of %s, by its bytes
@@ -279,7 +274,8 @@ class _Reading:
         return found[::-1]
 
     def _started(self, instruction: Instruction, used: list[int], results: list[int]) -> None:
-        """A start hands on its operands in front of what it makes, and a copy's behind it.
+        """Join the operands of an asynchronous start with its results: a start hands on its
+        operands in front of what it makes, and the start of a copy behind it.
 
         (f32[8], f32[16]) all-gather-start(%x)       its result 0 lies where %x does
         (f32[8], f32[8], u32[]) copy-start(%x)       its result 1 does
@@ -302,7 +298,7 @@ class _Reading:
         operands: list[list[int]],
         results: list[int],
     ) -> None:
-        """Results of which the program says that they are in an operand's slot."""
+        """Join results with the operands in whose slots they are, where the program says so."""
         told = instruction.attributes.get("output_to_operand_aliasing", "")
         for result, number, part in pairs(told):
             if there := operands[number]:

@@ -1,7 +1,7 @@
-"""The origin of a task is the model's named scopes, the phase (forward or backward), and the line
-of Python. To be read in this order: scope and phase, from the path that jax writes (`path`); the
-line, from the frames of a stack (`line`); both for one instruction, also a fusion (`instruction`);
-and the origin of what the compiler made itself, which is that of a neighbour (`inherited`).
+"""The origin of a task: the model's named scopes, the phase (forward or backward), and the line of
+Python. To be read in this order: scope and phase, from the path that jax writes (`path`); the line,
+from the frames of a stack (`line`); both for one instruction, also a fusion (`instruction`); and
+the origin of what the compiler made itself, which a neighbour gives (`inherited`).
 """
 
 from jaxpar.hlo.origin.inherited import inherit

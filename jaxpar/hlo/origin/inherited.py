@@ -1,4 +1,4 @@
-"""The origin of tasks that the compiler made itself: that of a neighbour, by what feeds what.
+"""The origin of tasks that the compiler made itself, taken from a neighbour, by what feeds what.
 
     position   task                      its own path    what `inherit` gives
     0          %q = copy(%p)             none            block/attention, as it feeds %d
@@ -19,29 +19,27 @@ from dataclasses import replace
 from jaxpar.hlo.program.tasks import Loop, Node, Origin, Task, Wait
 
 _MADE = ("copy", "control", "host_copy")
-"""Kinds of tasks that the compiler makes itself; it may give one the line of another
-instruction.
+"""Kinds of tasks that the compiler makes itself; such a task may bear another instruction's line.
 """
 
 
 def inherit(nodes: list[Node], around: Origin) -> list[Node]:
-    """Give a place to those nodes of a list that the compiler made itself, since they have none of
-    their own.
+    """Give an origin to those nodes of a list that the compiler made itself, since they have none.
 
     A copy or slice belongs to what it feeds, else to what feeds it: the nearest such task whose
-    place is known. A sum over devices belongs to the latest of its summands: what it feeds may be
+    origin is known. A sum over devices belongs to the latest of its summands: what it feeds may be
     the loop's own collection of gradients, which is no part of the model. A matmul belongs to the
     neighbour in the innermost scope, and among several to the latest of its operands, which in a
     backward is the gradient, not what was saved. What is left belongs to the loop that it feeds or
-    depends on, else to the loop `around` it. A line of its own is kept. What the program places
-    itself stays there: where that is in no scope, it takes none of a neighbour's.
+    depends on, else to the loop `around` it. A line of its own is kept. A task whose origin the
+    program states keeps it: where that is in no scope, it takes none of a neighbour's.
 
     Args:
       nodes: the nodes of one list, a program or the body of a loop.
-      around: the place of the loop around them.
+      around: the origin of the loop around them.
 
     Returns:
-      The same nodes in the same order, with an origin for every task.
+      The nodes in their order, with an origin for every task.
     """
     origins = [_known_origin(node) for node in nodes]
     users: dict[int, list[int]] = defaultdict(list)
@@ -50,7 +48,7 @@ def inherit(nodes: list[Node], around: Origin) -> list[Node]:
             users[maker].append(position)
 
     def known(neighbours: Iterable[int]) -> list[Origin]:
-        """The places of neighbours that have one, except bookkeeping on scalars and loops."""
+        """Return the origins of neighbours that have one, except scalars' bookkeeping and loops."""
         found = []
         for at in neighbours:
             node = nodes[at]
@@ -89,14 +87,14 @@ def inherit(nodes: list[Node], around: Origin) -> list[Node]:
 
 
 def _follows_makers(task: Task) -> bool:
-    """Whether a task that the compiler made belongs to what feeds it, and not to what it feeds."""
+    """Return whether a task that the compiler made belongs to what feeds it."""
     collective = task.collective
     sums = collective is not None and collective.kind in ("reduce-scatter", "all-reduce")
     return sums or task.kind == "matmul"
 
 
 def _known_origin(node: Node) -> Origin | None:
-    """The place of a task that needs none of a neighbour's; None for others.
+    """Return the origin of a task that needs none of a neighbour's; None for others.
 
     The compiler may give a copy of its own the line of another instruction, and nothing else.
     """
@@ -108,5 +106,5 @@ def _known_origin(node: Node) -> Origin | None:
 
 
 def _beside(other: Origin, own: Origin) -> Origin:
-    """The place of a neighbour, at a line of its own where it has one."""
+    """Return a neighbour's origin, with the task's own line where it has one."""
     return Origin(other.scope, own.source or other.source, other.phase)

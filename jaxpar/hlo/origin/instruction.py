@@ -1,5 +1,5 @@
-"""Scope, line and phase of one instruction. A fusion or a call has those of the instruction inside
-it that tells most:
+"""The scope, line and phase of one instruction. A fusion or a call takes them from the instruction
+inside it that tells most:
 
     %f = fusion(%x, %w), calls=%inner       its own path: jvp(block)/mlp/add
       %inner: %d = dot(...)                 jvp(block)/attention/dot_general
@@ -26,12 +26,8 @@ def origin_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Or
 
     Args:
       module: the module, whose tables have the stack frames.
-      instruction: the instruction.
       dirs: (directory, name shown) pairs in which a stack frame counts as a source line, the most
         telling first.
-
-    Returns:
-      The place in the model.
     """
     instruction = _telling(module, instruction)
     scope, phase = decode(instruction.op_name)

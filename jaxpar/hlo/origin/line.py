@@ -6,8 +6,8 @@
              /src/jaxpar/models/transformer.py:72
     line     models/transformer.py:72
 
-The first directory that has a frame is that of the models, so the library's own line is not taken;
-and all linears go through `models/linears.py`, so the line that calls it is.
+The first directory that has a frame holds the models, so the library's own line is not taken. All
+linears go through `models/linears.py`, so the line that calls it is taken.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from jaxpar.hlo.program.module import Frame
 
 PackageDirs = Sequence[tuple[str, str]]
 """(directory, name shown) pairs, the most telling first: ("/home/me/jaxpar/models", "models").
-`OWN` stands for all files that belong to no installed package, nor to Python, nor to this library:
-those of somebody else's program."""
+`OWN` stands for the files of somebody else's program, which belong to no installed package, nor to
+Python, nor to this library."""
 OWN = ("", "")
 _HELPERS = ("models/linears.py:",)
-"""Lines through which all linears of a model go, which tell none of them from another."""
+"""Lines through which all linears of a model go, so that they cannot tell one linear from another.
+"""
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
@@ -47,11 +48,11 @@ def source_line(frames: list[Frame], dirs: PackageDirs) -> str:
     """Write the innermost frame in the first directory that has any.
 
     Where that calls a program of somebody else, as a model calls a block that it was given, the
-    innermost frame of that program is written. A room that many parts of a model call is passed
+    innermost frame of that program is written. A file that many parts of a model call is passed
     over for the line that calls it.
 
     Args:
-      frames: those of an instruction, the innermost first.
+      frames: the stack of an instruction, the innermost frame first.
       dirs: (directory, name shown) pairs, the most telling first.
 
     Returns:

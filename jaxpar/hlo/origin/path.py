@@ -1,4 +1,4 @@
-"""Scope and phase of an operation, from the path that jax writes for it.
+"""The scope and phase of an operation, read from the path that jax writes for it.
 
 A path is such as
 `jit(step)/transpose(jvp())/while/body/closed_call/checkpoint/block/mlp/dot_general`. The last word
@@ -16,8 +16,8 @@ on the path of what the backward runs again, that is, what is recomputed. The ba
     jit(step)/backward_tick/jvp(block)/mlp/dot_general          block/mlp   recomputed
     jit(step)/jvp(block)/core/splash/splash/pallas_call         block/core  forward
 
-The last but one is of a pipeline: a forward in the tick of a backward. The last is a kernel, whose
-own name stands there twice.
+The last but one comes from a pipeline: a forward in the tick of a backward. The last is a kernel,
+whose own name stands in its path twice.
 """
 
 from __future__ import annotations
@@ -45,16 +45,14 @@ _TICKS = words("forward_tick backward_tick")
 
 @lru_cache(maxsize=100_000)
 def decode(op_name: str) -> tuple[str, Phase]:
-    """Turn jax's path of an operation into its scope and phase.
+    """Turn jax's path of an operation, such as `jit(step)/jvp(block)/mlp/dot_general`, into its
+    scope and phase.
 
     An operation outside any derivative is "other" without a scope, and forward with one. In a
     pipeline's ticks the model's scopes are the same, and a forward in the tick of a backward is
     recomputed. Operations that the compiler merged into one,
     `block/(mlp/mul:attention/dot_general)`, have the scope that they share, and the phase of the
     first.
-
-    Args:
-      op_name: the path, `jit(step)/transpose(jvp(block))/mlp/dot_general`.
 
     Returns:
       The scope and the phase, such as `("block/mlp", "backward")`.
@@ -71,9 +69,7 @@ def decode(op_name: str) -> tuple[str, Phase]:
 
 
 def _paths(op_name: str) -> list[list[str]]:
-    """Split a path into pieces; there are several paths where operations were merged,
-    `block/(mlp/mul:head/dot)`.
-    """
+    """Split a path into pieces; merged operations, `block/(mlp/mul:head/dot)`, give several."""
     # merged instructions have several paths, of which the first is taken
     pieces = _pieces(op_name.split(";")[0])
     if not pieces[-1].startswith("("):

@@ -1,5 +1,5 @@
-"""What a program says itself of results that lie in an argument's place, and which array of a tuple
-is meant.
+"""The aliases that a program states: results that lie in an argument's place, and which array of a
+tuple is meant.
 
     pairs("{0}: (1, {}), {1}: (0, {2})")
         the result's part (0,) lies where argument 1 does, and its part (1,) where part (2,) of
@@ -16,11 +16,13 @@ from collections.abc import Iterable, Sequence
 from jaxpar.hlo.program.module import Shape
 
 _ALIASES = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
-"""Which part of a result lies where which part of an argument does: `{0}: (1, {})`."""
+"""An alias, `{0}: (1, {})`: which part of a result lies where which part of an argument does."""
 
 
 def pairs(text: str) -> Iterable[tuple[tuple[int, ...], int, tuple[int, ...]]]:
-    """The result's part, the argument's number and its part, of every alias in a text."""
+    """Yield the result's part, the argument's number and the argument's part of every alias in a
+    text.
+    """
     for result, number, part in _ALIASES.findall(text):
         yield _numbers(result), int(number), _numbers(part)
 
@@ -30,7 +32,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def leaf(shape: Shape, path: Sequence[int]) -> int:
-    """The number of the first array in a part of a tuple, among all arrays in it."""
+    """Return the number, among all arrays of a tuple, of the first array in a part of it."""
     before = 0
     for index in path:
         before += sum(len(list(part.leaves())) for part in shape.parts[:index])

@@ -73,7 +73,7 @@ class Shape:
 
     @cached_property
     def stored_bytes(self) -> int:
-        """The bytes in memory: those of data, and what fills the dims up to whole tiles."""
+        """The bytes in memory: the data, and what fills the dims up to whole tiles."""
         if self.dtype == "tuple":
             return sum(part.stored_bytes for part in self.parts)
         tile = _TILE.search(self.layout)
@@ -86,7 +86,7 @@ class Shape:
         return self.bytes * prod(inner) // self.elements
 
     def leaves(self) -> Iterator[Shape]:
-        """Yield the shapes of the arrays in it, in order."""
+        """Yield the shapes of the arrays in this shape, in order."""
         if self.dtype == "tuple":
             for part in self.parts:
                 yield from part.leaves()
@@ -124,14 +124,12 @@ class Instruction:
 
     @cached_property
     def frontend(self) -> dict[str, str]:
-        """The frontend attributes."""
+        """The frontend attributes by name."""
         return fields(self.attributes.get("frontend_attributes", "")[1:-1])
 
     @property
     def base(self) -> str:
-        """The opcode without what makes it the start of an asynchronous pair: `copy` for
-        copy-start.
-        """
+        """The opcode without the suffix of an asynchronous start: `copy` for copy-start."""
         return self.opcode.removesuffix("-start")
 
     @property
@@ -143,8 +141,8 @@ class Instruction:
 
     @property
     def index(self) -> int:
-        """The index of the part of a tuple that a get-tuple-element takes; a ValueError where the
-        text has none.
+        """The index of the part that a get-tuple-element takes; a ValueError where the text has
+        none.
         """
         return int(self.attribute("index"))
 
@@ -156,8 +154,8 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """jax's path of the operation, `jit(step)/jvp(loss)/dot_general`; empty where the compiler
-        made it.
+        """The path that jax writes, `jit(step)/jvp(loss)/dot_general`; empty where the compiler
+        made the operation.
         """
         return self.metadata.get("op_name", "")
 
@@ -173,21 +171,16 @@ class Instruction:
         )
 
     def numbers(self, key: str) -> tuple[int, ...]:
-        """Read a list attribute such as `dimensions={0,1}`; it is empty when absent.
-
-        Args:
-          key: the name of the attribute.
-
-        Returns:
-          The numbers in the order of the text.
+        """Read a list attribute such as `dimensions={0,1}`, in the order of the text; it is empty
+        when absent.
         """
         return tuple(int(n) for n in re.findall(r"-?\d+", self.attributes.get(key, "")))
 
 
 @dataclass(frozen=True)
 class Computation:
-    """The instructions by name, in the order of the text, which is the schedule's if the module is
-    scheduled.
+    """A computation: its instructions by name, in the order of the text, which is the schedule's if
+    the module is scheduled.
     """
 
     name: str
@@ -212,14 +205,8 @@ class Computation:
         return tuple(found[number] for number in sorted(found))
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """List the instructions that an instruction uses, except those missing from a text that was
-        cut short.
-
-        Args:
-          instruction: an instruction of this computation.
-
-        Returns:
-          The instructions, in the order in which it names them.
+        """List the instructions that an instruction uses, in the order in which it names them,
+        except those missing from a text that was cut short.
         """
         return [
             self.instructions[name] for name in instruction.operands if name in self.instructions
@@ -231,7 +218,6 @@ class Computation:
         """Find the instruction that made a value, past those that hand it on.
 
         Args:
-          name: the name of the value.
           through: the opcodes that hand their first operand on.
 
         Returns:
@@ -254,7 +240,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of Python, and the number of the frame that called it (0 = none)."""
+    """A frame of a Python stack, and the number of the frame that called it (0 = none)."""
 
     file: str
     line: int
@@ -267,7 +253,7 @@ class Module:
 
     name: str
     header: dict[str, str]
-    """The attributes of its first line."""
+    """The attributes of the text's first line."""
     computations: dict[str, Computation]
     entry: str
     """The name of the computation that is run."""
@@ -276,8 +262,8 @@ class Module:
 
     @cached_property
     def tiled(self) -> bool:
-        """Whether it is compiled for a TPU: only there do layouts have tiles, and S(1) is memory on
-        the chip.
+        """Whether the module is compiled for a TPU: only there do layouts have tiles, and S(1) is
+        memory on the chip.
         """
         entry = self.computations[self.entry]
         return any(leaf.tiled for i in entry.instructions.values() for leaf in i.shape.leaves())
@@ -288,14 +274,8 @@ class Module:
         return prod(int(self.header.get(key, 1)) for key in ("replica_count", "num_partitions"))
 
     def called(self, instruction: Instruction) -> list[Computation]:
-        """List the computations that an instruction calls, except those missing from a text that
-        was cut short.
-
-        Args:
-          instruction: an instruction of any computation.
-
-        Returns:
-          The computations: of a `while` the condition and then the body.
+        """List the computations that an instruction calls, for a `while` the condition and then the
+        body; those missing from a text that was cut short are left out.
         """
         return [self.computations[name] for name in instruction.called if name in self.computations]
 
@@ -312,15 +292,12 @@ class Module:
     def handed_on(
         self, loop: Instruction, through: Container[str] = ("copy", "bitcast")
     ) -> set[int]:
-        """Return the numbers of the state's parts that a `while` body hands on unchanged;
-        `through`: see `behind`.
+        """Return the numbers, from 0, of the state's parts that a `while` body hands on unchanged;
+        empty where the body does not end in a tuple.
 
         Args:
           loop: a `while`.
           through: the opcodes that hand their first operand on inside the body.
-
-        Returns:
-          The numbers, from 0; empty where the body does not end in a tuple.
         """
         body = self.body(loop)
         root = body.result
@@ -338,14 +315,7 @@ class Module:
         }
 
     def stack(self, instruction: Instruction) -> list[Frame]:
-        """List an instruction's frames, innermost first.
-
-        Args:
-          instruction: an instruction of any computation.
-
-        Returns:
-          The frames, each called by the next; empty where the compiler kept none.
-        """
+        """List an instruction's frames, innermost first; empty where the compiler kept none."""
         frames = []
         number = int(instruction.metadata.get("stack_frame_id", 0))
         while number in self.frames and len(frames) < 1000:

@@ -1,4 +1,4 @@
-"""Opcodes and custom-call targets are sorted here by what they mean for a schedule."""
+"""Sets of opcodes and custom-call targets, by what they mean for a schedule."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ COLLECTIVES: dict[str, CollectiveKind] = {
     "recv": "ppermute",
 }
 CALLERS = ("fusion", "call", "async")
-"""These opcodes run the computation that they call once, as their own work."""
+"""Opcodes that run the computation that they call once, as their own work."""
 FREE = words(
     "tuple get-tuple-element bitcast parameter constant after-all partition-id replica-id "
     "optimization-barrier"
     " add-dependency domain get-dimension-size set-dimension-size"
 )
-"""These opcodes take no time, since they only name what is already there."""
+"""Opcodes that take no time, since they only name what is already there."""
 MOVES = words("copy transpose reshape slice dynamic-slice dynamic-update-slice concatenate reverse")
-"""These opcodes move data and compute nothing."""
+"""Opcodes that move data and compute nothing."""
 SLICES = words("dynamic-slice slice gather")
-"""These opcodes read as much of their first operand as they return."""
+"""Opcodes that read as much of their first operand as they return."""
 ELEMENTWISE = words(
     "abs add and atan2 bitcast bitcast-convert broadcast ceil clamp compare complex convert "
     "copy cosine divide erf"
@@ -44,7 +44,7 @@ ELEMENTWISE = words(
     "subtract tan tanh transpose"
     " tuple xor cbrt concatenate"
 )
-"""With these opcodes an element of the result needs one element of each operand."""
+"""Opcodes for which an element of the result needs one element of each operand."""
 
 GEMM_TARGETS = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul", "__triton$gemm")
 _FREE_TARGETS = words(
@@ -54,33 +54,21 @@ _FREE_TARGETS = words(
 )
 ASYNC_START = "AsyncCollectiveStart"
 ASYNC_DONE = "AsyncCollectiveDone"
-"""The targets in the fusions in which the TPU compiler starts and ends a collective that runs
-beside other work.
+"""The targets `ASYNC_START` and `ASYNC_DONE`, in the fusions in which the TPU compiler starts and
+ends a collective that runs beside other work.
 """
 
 
 def is_done(module: Module, instruction: Instruction) -> bool:
-    """Return whether an instruction ends an asynchronous pair.
-
-    Args:
-      module: the module, in which called computations are found.
-      instruction: the instruction.
-
-    Returns:
-      True for the `-done` half of a pair, also where it stands in a fusion.
+    """Return whether an instruction is the `-done` half of an asynchronous pair, also inside a
+    fusion.
     """
     return instruction.opcode.endswith("-done") or _fused_target(module, instruction) == ASYNC_DONE
 
 
 def is_start(module: Module, instruction: Instruction) -> bool:
-    """Return whether an instruction begins an asynchronous pair.
-
-    Args:
-      module: the module, in which called computations are found.
-      instruction: the instruction.
-
-    Returns:
-      True for the `-start` half of a pair, for send and recv, and for a fusion with a start inside.
+    """Return whether an instruction begins an asynchronous pair: a `-start`, a send or recv, or a
+    fusion with a start inside.
     """
     opcode = instruction.opcode
     return (
@@ -95,14 +83,7 @@ def owns_collective(module: Module, instruction: Instruction) -> bool:
     fusion computes.
 
     A collective that goes on has its start and its done in other fusions, and is among this
-    fusion's results.
-
-    Args:
-      module: the module, in which the fused computation is found.
-      instruction: the instruction.
-
-    Returns:
-      False only for a fusion beside whose work a collective goes on; True for anything else.
+    fusion's results. The answer is True for anything but a fusion.
     """
     if instruction.opcode != "fusion" or _fused_target(module, instruction) == ASYNC_START:
         return True
@@ -116,7 +97,7 @@ def owns_collective(module: Module, instruction: Instruction) -> bool:
 
 
 def _fused_target(module: Module, instruction: Instruction) -> str:
-    """Return which of the two targets a fusion has inside; empty if it has neither."""
+    """Return which of `ASYNC_START` and `ASYNC_DONE` is inside a fusion; empty if neither is."""
     if instruction.opcode == "fusion":
         inner = module.called(instruction)
     else:

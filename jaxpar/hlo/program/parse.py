@@ -1,4 +1,4 @@
-"""Reads the text of a compiled program, which is `compiled.as_text()`, into a `Module`.
+"""This module reads the text of a compiled program, `compiled.as_text()`, into a `Module`.
 
 An instruction begins a line.
 """
@@ -30,19 +30,13 @@ _LEAST_OPERANDS = {
     "dot": 2,
     "convolution": 2,
 }
-"""Operands that an opcode has at least, and so has each that ends in -done; others may have none.
+"""The least number of operands of an opcode; opcodes that end in -done need one, and others none.
 """
 _SPACE = re.compile(r"S\((\d+)\)")
 
 
 def parse_module(text: str) -> Module:
-    """Read a module's text.
-
-    Args:
-      text: the text of a compiled module, `compiled.as_text()`.
-
-    Returns:
-      The module.
+    """Read a module's text, `compiled.as_text()`.
 
     Raises:
       UserError: there is no module or no entry computation, so this is not the text of a compiled

@@ -1,4 +1,4 @@
-"""A program describes what a compiled step does: tasks in schedule order, loops with their trip
+"""The description of what a compiled step does: tasks in schedule order, loops with their trip
 counts, and waits.
 
 A `Program` is read from scheduled HLO (`jaxpar.hlo.read`), priced (`jaxpar.rehearse.cost`) and
@@ -20,7 +20,7 @@ Phase = Literal["forward", "recomputed", "backward", "update", "other"]
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ppermute"]
 Groups = tuple[tuple[int, ...], ...]
 Path = tuple[int, ...]
-"""Where a node stands: its position in the program, then in the loop's body, and so on."""
+"""The place of a node: its position in the program, then in the loop's body, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +35,18 @@ class Origin:
     """The innermost line of a model, else of the library: `models/transformer.py:72`."""
     phase: Phase = "other"
     told: bool = field(default=False, compare=False)
-    """Whether the program says where it comes from. Then no scope is one that it has not; otherwise
-    it is the compiler's own, and what is here is a neighbour's.
+    """Whether the program states this origin. Then an empty scope means that the task is in no
+    scope; otherwise the compiler made the task, and this origin is a neighbour's.
     """
 
 
 def sent_bytes(kind: CollectiveKind, size: int, devices: int) -> float:
-    """Count the bytes that one device of a group sends in a bandwidth-optimal ring.
+    """Count the bytes that one device of a group sends in one execution of a bandwidth-optimal
+    ring.
 
     Args:
-      kind: the kind of collective.
       size: the bytes of the array, as in `Collective.bytes`.
       devices: the number of devices of a group, which does not matter for a ppermute.
-
-    Returns:
-      The bytes of one execution.
     """
     if kind == "ppermute":
         return float(size)
@@ -58,7 +55,7 @@ def sent_bytes(kind: CollectiveKind, size: int, devices: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What moves between which devices in one execution."""
+    """The data that one execution of a collective moves, and the devices that it moves between."""
 
     kind: CollectiveKind
     groups: Groups
@@ -72,8 +69,8 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """The bytes one device sends in a bandwidth-optimal algorithm (ring), as a plan's closed
-        form predicts.
+        """The bytes that one device sends in a bandwidth-optimal ring, as a plan's closed form
+        predicts.
         """
         return sent_bytes(
             self.kind,
@@ -84,14 +81,18 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a value is made by, of what stands in one list of nodes."""
+    """The nodes, loops' results and loop state, within one list of nodes, that a value is made
+    from.
+    """
 
     tasks: tuple[int, ...] = ()
     """The positions of tasks."""
     results: tuple[tuple[int, int], ...] = ()
-    """The position of a loop, and which part of its result it is."""
+    """The positions of loops, each with the part of its result that is needed."""
     states: tuple[int, ...] = ()
-    """In a loop's body, the parts of the loop's state as they were before this trip."""
+    """In a loop's body, the parts of the loop's state that are needed, as they were before this
+    trip.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +112,10 @@ class Task:
     """
     bytes: int = 0
     """The bytes moved to and from device memory (HBM); operands the compiler put on the chip (VMEM)
-    do not count. Of a computation of the host, those of its own memory.
+    do not count. For a computation of the host, the bytes of the host's own memory.
     """
     link_bytes: int = 0
-    """The bytes that cross the host link for a computation of the host; for a copy they are
-    `bytes`.
+    """The bytes that cross the host link for a computation of the host; a copy has them in `bytes`.
     """
     cycles: int | None = None
     """The compiler's own estimate, in clock cycles; None where it made none."""
@@ -127,19 +127,17 @@ class Task:
     asynchronous: bool = False
     """Whether it runs beside what follows, until its `Wait`."""
     needs: Needs = Needs()
-    """What makes its operands. `depends` says the same without the parts of loops, and without what
-    comes from the trip before."""
+    """The makers of its operands. `depends` has the same nodes, without the parts of loops and
+    without what comes from the trip before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The `done` half of an asynchronous task: the schedule stops here until that task has
-    finished.
-    """
+    """The `done` half of an asynchronous task: the schedule stops here until that task is over."""
 
     name: str
     task: int
-    """The position, in the same list of nodes, of the task that is waited for; or of the loop whose
+    """The position, in the same list of nodes, of the task that is waited for, or of the loop whose
     last trip has started it."""
     previous_trip: bool = False
     """Whether the task was started in the previous trip of the loop around this wait."""
@@ -155,10 +153,10 @@ class Loop:
     depends: tuple[int, ...] = ()
     origin: Origin = Origin()
     starts: tuple[Needs, ...] = ()
-    """What makes each part of its state before the first trip, in the list that the loop stands
-    in."""
+    """The makers of each part of the loop's state before the first trip, in the list around the
+    loop."""
     ends: tuple[Needs, ...] = ()
-    """What makes each part of its state in a trip, in its body."""
+    """The makers of each part of the loop's state in a trip, in the loop's body."""
 
 
 Node = Task | Wait | Loop
@@ -171,19 +169,18 @@ class Program:
     name: str
     nodes: tuple[Node, ...]
     notes: tuple[str, ...] = ()
-    """What was assumed while reading: `while.7: no trip count, taken as 1`."""
+    """The assumptions made while reading: `while.7: no trip count, taken as 1`."""
 
 
 def walk(nodes: tuple[Node, ...]) -> Iterator[tuple[Task, int]]:
-    """Yield every task of a program (or loop body) with how often it runs in one step: `(task,
-    count)` pairs.
+    """Yield every task of a program, or of a loop's body, with how often it runs each time that
+    `nodes` run.
 
     Args:
       nodes: the nodes of a program or of a loop's body.
 
     Yields:
-      `(task, count)` pairs in the order of the program, with how often the task runs each time that
-      `nodes` run.
+      `(task, count)` pairs in the order of the program.
     """
     return ((task, count) for _, task, count in walk_paths(nodes))
 

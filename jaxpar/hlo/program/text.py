@@ -1,6 +1,4 @@
-"""Texts that HLO writes: lists and pairs, in which brackets and quotes are matched by a small
-scanner.
-"""
+"""A small scanner for the lists and pairs that HLO writes, with brackets and quotes matched."""
 
 from __future__ import annotations
 
@@ -37,7 +35,9 @@ def split(text: str) -> list[str]:
 
 
 def without_comments(text: str) -> str:
-    """Return a text without its comments, and without spaces around it. In quotes is none."""
+    """Return a text without its comments and without spaces around it; what is in quotes is no
+    comment.
+    """
     return _QUOTED_OR_COMMENT.sub(lambda found: found[1] or "", text).strip()
 
 
@@ -59,9 +59,7 @@ def fields(text: str) -> dict[str, str]:
 
 
 def words_of(text: str) -> dict[str, str]:
-    """Read `{key=value key="a b"}`, where spaces separate the pairs, as values by key without
-    quotes.
-    """
+    """Read `{key=value key="a b"}`, pairs separated by spaces, as values by key without quotes."""
     return {key: unquote(value) for key, value in _WORD.findall(text.strip("{}"))}
 
 

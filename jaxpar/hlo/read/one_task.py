@@ -1,9 +1,9 @@
-"""One instruction as a task: its kind, what it computes, moves and sends.
+"""The task that one instruction makes: its kind, what it computes, moves and sends.
 
     %d = f32[8,32] dot(f32[8,16] %a, f32[16,32] %b), lhs_contracting_dims={1}, ...
 
 is a task of kind `matmul`, with 2 * 8 * 16 * 32 = 8192 FLOPs, which moves the bytes of %a, %b and
-%d. The rooms of `work` know each of these figures; here they are put into one `Task`.
+%d. The modules of `work` count each of these figures; here they are put into one `Task`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,14 @@ def make_task(
     instruction: Instruction,
     origin: Origin,
 ) -> Task:
-    """Make a task, without its dependencies, which says of what kind it is and how much work it
-    does.
+    """Make the task of an instruction, with its kind and work, and without its dependencies.
 
     Args:
-      module: the module.
-      devices: the devices of its assignment, which a collective names by their positions.
+      devices: the devices of the module's assignment, which a collective names by their positions.
       kernel_cost: a function that gives the FLOPs of a Pallas kernel that does not state them
         itself.
-      computation: the computation that the instruction stands in.
       instruction: one that takes time.
-      origin: the place in the model that it is from.
-
-    Returns:
-      The task.
+      origin: the place in the model that the instruction is from.
 
     Raises:
       IndexError, KeyError, ValueError: an attribute has an unknown form.

@@ -67,7 +67,8 @@ def read_program(
     Args:
       text: the text of a scheduled module, `compiled.as_text()`.
       package_dirs: (directory, name shown) pairs in which a stack frame counts as a source line,
-        the most telling first; None = those of `jaxpar.models` and `jaxpar` as installed here.
+        the most telling first; None = the folders of `jaxpar.models` and `jaxpar` as installed
+        here.
       slice_of: the slice of each device of the assignment, where there are several TPU slices.
       kernel_cost: a function that gives the FLOPs of a Pallas kernel that does not state them
         itself.
@@ -124,17 +125,14 @@ class _Reader:
         arguments: list[Value],
         into: Nodes,
     ) -> Value:
-        """Append the tasks of a computation to a list of nodes.
+        """Append the tasks of a computation to a list of nodes, and return what its result depends
+        on.
 
         Args:
-          computation: the computation.
           known: the scalars of its one tuple parameter (a loop's state) that never change, by
             index, for the trip counts of loops inside.
           arguments: what each of its parameters depends on.
           into: the list of nodes, which grows.
-
-        Returns:
-          What the computation's result depends on.
         """
         values: dict[str, Value] = {}
         for instruction in computation.instructions.values():
@@ -297,8 +295,8 @@ class _Reader:
         return replace(made, parts=parts)
 
     def _close_waits(self, inside: Nodes, ends: list[Value]) -> None:
-        """Point waits for loop state at the previous trip's task; a task from before the loop is
-        not waited for.
+        """Point waits for loop state at the previous trip's task; a wait for a task from before the
+        loop is dropped.
 
             %g = get-tuple-element(%p), index=1     %p is the body's parameter
             %d = all-gather-done(%g)                0  Wait d: inside.waits has (0, 1)
@@ -321,9 +319,7 @@ class _Reader:
 
 
 def _finish(instruction: Instruction, operands: list[Value], into: Nodes) -> Value:
-    """Add a wait if the operand is a started task; otherwise add nothing, since the task was not
-    asynchronous.
-    """
+    """Add a wait if the operand is a started task; a task that is not asynchronous needs none."""
     if len(operands) == 1:
         operand = operands[0]
     else:
@@ -343,12 +339,11 @@ def _finish(instruction: Instruction, operands: list[Value], into: Nodes) -> Val
 
 
 def _receive(instruction: Instruction, sent: int | None, into: Nodes) -> Value:
-    """Read the receiving half of a transfer whose task is the send, and wait for its end where the
-    data is needed.
+    """Read the receiving half of a transfer, and wait for the send where the data is needed.
 
-        %s = send(%x, %token)       0  Task s, asynchronous
-        %r = recv(%token)           no node
-        %d = recv-done(%r)          1  Wait(d, task=0)
+    %s = send(%x, %token)       0  Task s, asynchronous
+    %r = recv(%token)           no node
+    %d = recv-done(%r)          1  Wait(d, task=0)
     """
     if instruction.opcode != "recv-done" or sent is None:
         return NOTHING
@@ -357,8 +352,8 @@ def _receive(instruction: Instruction, sent: int | None, into: Nodes) -> Value:
 
 
 def _hand_on(inside: Nodes, running: set[int]) -> None:
-    """Let no task of a loop's body need what still runs when a trip begins, unless it was waited
-    for: a fusion beside which a collective goes on only hands it on.
+    """Take the tasks that still run when a trip begins out of the needs of a loop's body, unless
+    they were waited for: a fusion beside which a collective goes on only hands it on.
     """
     for position, node in enumerate(inside.nodes):
         if isinstance(node, Task) and not running.isdisjoint(node.needs.states):

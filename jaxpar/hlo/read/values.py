@@ -1,4 +1,4 @@
-"""What an instruction's result depends on, while a list of nodes is being read.
+"""The values that say what an instruction's result depends on, while a list of nodes is read.
 
 Instructions that cost nothing become no node, so what depends on whom cannot be read from names. A
 `Value` is kept for each name instead: which nodes, by their positions, have made it.
@@ -33,27 +33,30 @@ from jaxpar.hlo.program.tasks import Needs, Node
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What an instruction's result depends on."""
+    """The nodes, loops' results and loop state that an instruction's result depends on."""
 
     tasks: frozenset[int] = frozenset()
     """The positions, in the list being read, of the tasks that make it."""
     state: int | None = None
-    """The index of the part of the loop's state that it is, made before this trip; None if it
-    is none.
+    """The index of the part of the loop's state that the value is, made before this trip; None if
+    it is none.
     """
     start: int | None = None
-    """The position of the asynchronous task whose result it will be; None for a finished result."""
+    """The position of the asynchronous task that is making the value; None for a finished result.
+    """
     parts: tuple[Value, ...] = ()
     """The values of a tuple's parts."""
     results: frozenset[tuple[int, int]] = frozenset()
     """The loops among `tasks`, each with the part of its result that is meant."""
     states: frozenset[int] = frozenset()
-    """All parts of the loop's state that it is made of, as they were before this trip."""
+    """All parts of the loop's state that the value is made of, as they were before this trip."""
     awaited: frozenset[int] = frozenset()
-    """Those of them that an asynchronous task of the previous trip makes, which was waited for."""
+    """The parts of the loop's state that an asynchronous task of the previous trip makes, which was
+    waited for.
+    """
 
     def part(self, index: int) -> Value:
-        """Return an element of a tuple, or the whole where its parts are not known separately."""
+        """Return a part of a tuple, or the whole value where its parts are not known separately."""
         if 0 <= index < len(self.parts):
             return self.parts[index]
         return self
@@ -63,7 +66,7 @@ NOTHING = Value()
 
 
 def merge(values: Sequence[Value]) -> Value:
-    """Make the value that depends on all of these."""
+    """Make the value that depends on all the given ones."""
     tasks = frozenset[int]().union(*(value.tasks for value in values))
     state = next((value.state for value in values if value.state is not None), None)
     start = next((value.start for value in values if value.start is not None), None)
@@ -78,7 +81,7 @@ def merge(values: Sequence[Value]) -> Value:
 
 
 def needs_of(value: Value) -> Needs:
-    """What a value is made by, as the nodes of its list have it."""
+    """Convert a value into the `Needs` that the nodes of its list have."""
     loops = {position for position, _ in value.results}
     return Needs(
         tuple(sorted(value.tasks - loops)),
@@ -93,8 +96,8 @@ class Nodes:
 
     nodes: list[Node] = field(default_factory=list)
     waits: list[tuple[int, int]] = field(default_factory=list)
-    """(position, index) pairs: the node there waits for what the loop state holds under that
-    index.
+    """(position, index) pairs: the node at the position waits for what the loop state holds under
+    the index.
     """
     sent: dict[str, int] = field(default_factory=dict)
     """The position of each send to another device, by its name."""
@@ -108,5 +111,5 @@ class Nodes:
 
 
 def part_of_state(index: int) -> Value:
-    """The value of a part of a loop's state before a trip."""
+    """Make the value of a part of a loop's state before a trip."""
     return Value(state=index, states=frozenset({index}))

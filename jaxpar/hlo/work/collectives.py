@@ -1,6 +1,6 @@
-"""A collective says what moves between which devices in one execution of an instruction.
+"""The collectives of a program: what one execution of an instruction moves, between which devices.
 
-The text says in several ways which devices take part. A TPU module's text is that of one slice, and
+The text says in several ways which devices take part. A TPU module's text describes one slice, and
 the host sends the traffic between slices. Partition p of slice s has a number of its own, 100000 (s
 + 1) + p, in the `_xla_megascale_target` of a send; inside a slice, collectives count partitions
 from 0. Both are turned into positions in the program's device assignment.
@@ -43,13 +43,7 @@ def collective_of(
     traffic between slices. Groups are empty where the text has them in an unknown form.
 
     Args:
-      module: the module, in which called computations are found.
       devices: the positions of the module's devices in the program's assignment.
-      computation: the computation in which the instruction stands.
-      instruction: the instruction.
-
-    Returns:
-      The collective, with the bytes of one execution; None if there is none.
     """
     if instruction.attributes.get("is_host_transfer") == "true":
         said = instruction.frontend
@@ -122,11 +116,7 @@ def replica_groups(collective: Instruction, devices: int) -> Groups:
     size 2 that has 2 outside it. Empty groups mean all devices together.
 
     Args:
-      collective: the instruction.
       devices: the number of devices of the module.
-
-    Returns:
-      The positions of the members of each group.
 
     Raises:
       ValueError: the groups have none of these forms.
@@ -147,14 +137,11 @@ def replica_groups(collective: Instruction, devices: int) -> Groups:
 
 
 def source_target_pairs(permute: Instruction) -> Groups:
-    """Read a permute's (source, target) positions; send and recv have them in their frontend
-    attributes.
+    """Read a permute's (source, target) positions; empty where the text states none.
 
     Args:
-      permute: a collective-permute, or the send or recv of one.
-
-    Returns:
-      The pairs; empty where the text states none.
+      permute: a collective-permute, or the send or recv of one, which states them in its frontend
+        attributes.
     """
     stated = permute.attributes | permute.frontend
     text = next(
@@ -164,9 +151,7 @@ def source_target_pairs(permute: Instruction) -> Groups:
 
 
 def _of_mesh(text: str, device_ids: str) -> Groups:
-    """Read groups along some axes of a mesh; there is one group for each position on the other
-    axes.
-    """
+    """Read groups along some axes of a mesh: one group for each position on the other axes."""
     axes, _, tail = text.removeprefix("mesh[").partition("]")
     sizes = {
         name.strip("'"): int(size)
@@ -214,7 +199,7 @@ def _iota(
     dims: tuple[int, ...],
     permutation: tuple[int, ...],
 ) -> np.ndarray:
-    """Give 0, 1, 2, ... these dims, transpose the array, and flatten it again."""
+    """Reshape 0, 1, 2, ... to the dims, transpose the array, and flatten it again."""
     return np.arange(prod(dims)).reshape(dims).transpose(permutation or None).ravel()
 
 
@@ -231,18 +216,18 @@ def _ints(text: str | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The positions in the device assignment: `slices[s][p]` is that of partition p of slice s."""
+    """The positions in the device assignment: `slices[s][p]` is the position of partition p of
+    slice s.
+    """
 
     slices: tuple[tuple[int, ...], ...]
 
     def everywhere(self, groups: Groups) -> Groups:
-        """Repeat groups of partitions of one slice in every slice.
+        """Repeat groups of partitions of one slice in every slice, as positions in the device
+        assignment.
 
         Args:
           groups: groups of partitions, counted from 0 inside a slice.
-
-        Returns:
-          The groups of all slices, as positions in the device assignment.
         """
         if len(self.slices) == 1:
             return groups
@@ -253,15 +238,12 @@ class Devices:
         )
 
     def between(self, target: str) -> Groups:
-        """Read groups over slices.
+        """Read groups over slices, as positions in the device assignment.
 
         Args:
           target: the `_xla_megascale_target` of a send: `{1,2}x{0:7}`, `{{100000,200000},...}` or
-            `{{100000->200000},...}`. Slices are counted from 1.
-
-        Returns:
-          The groups, as positions in the device assignment; for the last form, pairs of source and
-          target.
+            `{{100000->200000},...}`, which gives pairs of source and target. Slices are counted
+            from 1.
         """
         if "x" in target:
             chosen, partitions = (list(_parse_numbers(part)) for part in target.split("x"))
@@ -273,14 +255,11 @@ class Devices:
 
 
 def devices_of(module: Module, slice_of: Sequence[int] | None) -> Devices:
-    """Find the devices of a module, whose text is of all of them or of one slice among equals.
+    """Find the positions of a module's devices; its text describes all of them, or one slice among
+    equals.
 
     Args:
-      module: the module.
       slice_of: the slice of each device of the assignment; None = there is one slice.
-
-    Returns:
-      The positions of the devices: in one slice where the text is of all of them, or else by slice.
     """
     if slice_of is None or module.devices == len(slice_of):
         return Devices((tuple(range(module.devices)),))
@@ -289,16 +268,13 @@ def devices_of(module: Module, slice_of: Sequence[int] | None) -> Devices:
 
 
 def paired_send(computation: Computation, instruction: Instruction) -> str:
-    """Find the send of which an instruction is the other half.
+    """Find the name of the send of which an instruction is the other half; empty if this
+    computation has none.
 
     The two share a rendezvous if they go between slices, and source_target_pairs otherwise.
 
     Args:
-      computation: the computation in which the instruction stands.
       instruction: a recv, a recv-done or a send-done.
-
-    Returns:
-      The name of the send; empty if there is none in this computation.
     """
     if instruction.opcode.endswith("-done"):
         if instruction.operands[0] not in computation.instructions:

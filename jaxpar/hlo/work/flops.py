@@ -1,4 +1,4 @@
-"""The FLOPs of an instruction: those of its matmuls.
+"""The FLOPs of an instruction's matmuls.
 
 They are counted for dots, convolutions (which is how the TPU compiler writes dots) and libraries'
 matmuls. A multiply-add counts as 2. Elementwise work is not counted, nor are positions of a
@@ -20,8 +20,8 @@ from jaxpar.hlo.program.opcodes import CALLERS, GEMM_TARGETS
 from jaxpar.hlo.program.text import words_of
 
 KernelCost = Callable[[str, str, list[tuple[int, ...]]], float | None]
-"""A function (instruction name, its path in jax, its operands' shapes) -> FLOPs of a kernel; None
-if it is unknown.
+"""A function (instruction name, its path in jax, its operands' shapes) -> the FLOPs of a kernel;
+None if they are unknown.
 """
 _ATTENTION = "__cudnn$fmha"
 
@@ -36,16 +36,8 @@ class Multiplied(NamedTuple):
 
 
 def work_of(module: Module, computation: Computation, instruction: Instruction) -> Multiplied:
-    """Count the matmuls of one instruction and of the computations that it calls.
-
-    Args:
-      module: the module, in which called computations are found.
-      computation: the computation in which the instruction stands.
-      instruction: the instruction.
-
-    Returns:
-      The FLOPs of one execution on one device, without those of loops (`jaxpar.hlo.read` has them
-      as tasks of their own), and the dtype of the operands.
+    """Count the FLOPs of one execution, on one device, of an instruction and of the computations
+    that it calls, without loops (`jaxpar.hlo.read` makes tasks of what is in them).
     """
     shapes = [operand.shape for operand in computation.operands(instruction)]
     if len(shapes) < len(instruction.operands):
@@ -91,8 +83,8 @@ def _convolution_flops(convolution: Instruction, lhs: Shape, rhs: Shape, out: Sh
     dims = sum(label.isdigit() for label in out_labels)
 
     def extents(key: str, otherwise: int) -> list[int]:
-        """Read one number for each spatial dim from `3x3`; of a padding `1_1x0_2` read the part
-        before each dim.
+        """Read one number for each spatial dim from `3x3`; of a padding `1_1x0_2` the part before
+        each dim.
         """
         if key in window:
             return [int(one.split("_")[0]) for one in window[key].split("x")]
@@ -137,8 +129,7 @@ def _positions(
 
 
 def _library_flops(call: Instruction, shapes: list[Shape]) -> float:
-    """Count the FLOPs of a custom call that is a known library's matmul or attention; 0 for any
-    other.
+    """Count the FLOPs of a known library's matmul or attention; 0 for any other custom call.
 
     Attention by cuDNN takes 4 B H S T h forward and 10 backward, half of it where it is causal, and
     less where a window slides, since tiles that are wholly masked are skipped.
@@ -174,19 +165,15 @@ def _library_flops(call: Instruction, shapes: list[Shape]) -> float:
 def kernel_work(
     computation: Computation, call: Instruction, bytes_: int, kernel_cost: KernelCost | None
 ) -> tuple[Multiplied, int]:
-    """Find a kernel's work as its author stated it, or else as it can be estimated.
+    """Return a kernel's FLOPs, their dtype and its bytes, as its author stated them, or else
+    estimated.
 
     Its matmuls have the dtype of its largest operand, since the other operands are tables.
 
     Args:
-      computation: the computation in which the call stands.
-      call: the custom call of the kernel.
       bytes_: the bytes to take where none are stated.
       kernel_cost: gives the FLOPs, where none are stated, of the call's name, its path and the dims
         of its operands; None = they are not known.
-
-    Returns:
-      The FLOPs and the dtype, and the bytes, of one execution.
     """
     shapes = [operand.shape for operand in computation.operands(call)]
     stated = _stated_cost(call)
@@ -201,7 +188,7 @@ def kernel_work(
 
 
 def _stated_cost(call: Instruction) -> dict[str, Any]:
-    """Return the cost estimate of a Pallas kernel, as JSON; empty where its author gave none."""
+    """Read the cost estimate of a Pallas kernel, as JSON; empty where its author gave none."""
     # Triton's lowering has no place for a cost, so the `metadata` of the call carries it.
     if noted := re.search(
         r'serialized_metadata = "([^"]*)"', call.attributes.get("backend_config", "")
@@ -217,7 +204,7 @@ def _stated_cost(call: Instruction) -> dict[str, Any]:
 
 
 def backend_config(instruction: Instruction) -> Any:
-    """Return the backend's own notes as JSON; {} when there are none or they are not JSON."""
+    """Read the backend's own notes as JSON; {} when there are none or they are not JSON."""
     try:
         return json.loads(instruction.attributes.get("backend_config", "{}"))
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""What the host computes for a device: calls that XLA makes of JAX's `compute_on("device_host")`.
+"""The work of the host for a device: calls that XLA makes of JAX's `compute_on("device_host")`.
 
 The called computation is not fused in the device's program, as the host's own compiler does that.
 So its arrays count once each, as they would in one pass over them: a lower bound, for that compiler
@@ -19,13 +19,13 @@ _ARITHMETIC = ELEMENTWISE - MOVES - words("bitcast broadcast convert pad tuple s
 
 
 class HostWork(NamedTuple):
-    """The work of one execution for one device.
+    """The work that the host does for one device in one execution.
 
     Attributes:
-      flops: of matmuls and of elementwise arithmetic.
-      memory_bytes: what it reads and writes in host memory.
-      link_bytes: those of its operands and results that lie in device memory, which cross the host
-        link before it begins and when it is over.
+      flops: the FLOPs of matmuls and of elementwise arithmetic.
+      memory_bytes: what the host reads and writes in its own memory.
+      link_bytes: the bytes of operands and results in device memory, which cross the host link
+        before the work begins and when it is over.
     """
 
     flops: float
@@ -40,15 +40,10 @@ def is_host_call(instruction: Instruction) -> bool:
 
 
 def host_work(module: Module, computation: Computation, instruction: Instruction) -> HostWork:
-    """Count the work of a call of the host.
+    """Count the work that the host does in one execution of a call.
 
     Args:
-      module: the module, in which called computations are found.
-      computation: the computation in which the call stands.
       instruction: the call, or the start of an asynchronous one.
-
-    Returns:
-      The work of one execution.
     """
     operands = [leaf for one in computation.operands(instruction) for leaf in one.shape.leaves()]
     arrays = [*operands, *result_of(instruction).leaves()]
@@ -60,7 +55,7 @@ def host_work(module: Module, computation: Computation, instruction: Instruction
 
 
 def _flops(module: Module, computation: Computation) -> float:
-    """Count the FLOPs of a computation and of those that it calls; a loop's body counts once."""
+    """Count the FLOPs of a computation and of those it calls; a loop's body counts once."""
     flops = 0.0
     for instruction in computation.instructions.values():
         if instruction.base in (*CALLERS, "while"):

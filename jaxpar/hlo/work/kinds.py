@@ -1,4 +1,4 @@
-"""What kind of task an instruction is, and its result in words."""
+"""The kind of task that an instruction is, and its result in words."""
 
 from __future__ import annotations
 
@@ -26,13 +26,8 @@ def kind_of(
     """Tell what kind of task an instruction is.
 
     Args:
-      module: the module, in which called computations are found.
-      computation: the computation in which the instruction stands.
       instruction: the instruction, which is no collective.
-      work: what it multiplies.
-
-    Returns:
-      The kind.
+      work: the matmuls of the instruction.
     """
     if instruction.target:
         if instruction.target.startswith(opcodes.GEMM_TARGETS):
@@ -57,8 +52,8 @@ def kind_of(
 
 
 def _only_moves(module: Module, instruction: Instruction) -> bool:
-    """Return whether nothing is computed: a copy, a change of layout, a slice, or a fusion of these
-    and offsets.
+    """Return whether an instruction only moves data: a copy, a change of layout, a slice, or a
+    fusion of these and offsets.
     """
     if instruction.base not in opcodes.CALLERS:
         return instruction.base in opcodes.MOVES

@@ -13,7 +13,7 @@ from jaxpar.hlo.program.opcodes import CALLERS, COLLECTIVES, ELEMENTWISE, SLICES
 HOST = 5
 """The memory space of the host, on every platform that has one."""
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}
-"""The operand that is the update of the first operand."""
+"""The number of the operand with which an opcode updates its first operand."""
 
 
 def in_memory(module: Module, shape: Shape) -> bool:
@@ -33,17 +33,11 @@ def memory_bytes(module: Module, shape: Shape) -> int:
 
 
 def result_of(instruction: Instruction) -> Shape:
-    """Return what an instruction makes; for the start of an asynchronous pair, what its done will
-    return.
+    """Return the shape that an instruction makes; for the start of an asynchronous pair, the shape
+    that its done will return.
 
-    The tuple of a start has the operands first, then the result, then flags; but that of copy-start
-    has the result first, and those of send and recv have the data first.
-
-    Args:
-      instruction: the instruction.
-
-    Returns:
-      The shape, without the operands and flags that the tuple of a start has beside it.
+    The tuple of a start has the operands first, then the result, then flags; but the tuple of
+    copy-start has the result first, and the tuples of send and recv have the data first.
     """
     shape = instruction.shape
     if instruction.opcode in ("send", "recv"):
@@ -58,15 +52,8 @@ def result_of(instruction: Instruction) -> Shape:
 
 
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Count the bytes that one execution of an instruction reads and writes in device memory.
-
-    Args:
-      module: the module, in which called computations are found.
-      computation: the computation in which the instruction stands.
-      instruction: the instruction.
-
-    Returns:
-      The bytes. Of an array that is sliced or updated in place only the part counts.
+    """Count the bytes that one execution of an instruction reads and writes in device memory. Of an
+    array that is sliced or updated in place only the part counts.
     """
     shapes = [operand.shape for operand in computation.operands(instruction)]
     result = result_of(instruction)
@@ -142,8 +129,8 @@ def _is_passed_on(inner: Computation, output: Instruction) -> bool:
 
 
 def _update_in_place(inner: Computation, output: Instruction) -> Instruction | None:
-    """Find the instruction that makes an output by updating part of one of the fusion's operands;
-    None if none does.
+    """Find the instruction that makes an output by updating part of an operand of the fusion in
+    place; None if none does.
     """
     update = inner.behind(output.name)
     if update is None or update.opcode not in _UPDATES:
@@ -155,19 +142,12 @@ def _update_in_place(inner: Computation, output: Instruction) -> Instruction | N
 
 
 def element_shares(module: Module, inner: Computation) -> dict[str, float]:
-    """Find for each instruction of a fused computation the share of its elements that the results
-    depend on.
+    """Find for each instruction of a fused computation the share of its elements, from 0 to 1, that
+    the results depend on.
 
     A fusion computes an element only when it is needed: if an array is only sliced, only the slice
     is computed or read. Several readers are assumed to need different elements, up to the whole. A
     collective inside reads what it needs itself.
-
-    Args:
-      module: the module, in which computations called inside are found.
-      inner: the fused computation.
-
-    Returns:
-      The shares from 0 to 1, by the name of the instruction.
     """
     share: dict[str, float] = {inner.root: 1.0}
     outputs = {output.name: output for output in _outputs(inner)}
@@ -198,9 +178,7 @@ def element_shares(module: Module, inner: Computation) -> dict[str, float]:
 def _source_share(
     module: Module, source: Instruction, user: Instruction, share: float, in_place: bool
 ) -> float:
-    """Find the share of `source` that a user needs to make `share` of its own elements, perhaps by
-    update in place.
-    """
+    """Find the share of `source` that a user needs to make `share` of its own elements."""
     if share == 0.0 or user.opcode in COLLECTIVES:
         return 0.0
     whole = source.shape.elements or 1
@@ -220,16 +198,11 @@ def _source_share(
 
 
 def copied_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Count the bytes that cross the host link: the result's, or the update's where an array is
-    updated in place.
+    """Count the bytes of one execution that cross the host link: the result's, or the update's
+    where an array is updated in place.
 
     Args:
-      module: the module, in which called computations are found.
-      computation: the computation in which the instruction stands.
       instruction: a copy from or to the host, or a fusion that is one.
-
-    Returns:
-      The bytes of one execution.
     """
     where = next(iter(module.called(instruction)), None)
     root, where = (where.result, where) if where else (instruction, computation)

@@ -1,4 +1,4 @@
-"""The trips of a loop are counted by following its counter, as an integer, until its condition
+"""This module counts a loop's trips: it follows the counter, as an integer, until the condition
 fails.
 
 The state of a loop is a tuple. Elements whose initial value is a known scalar are followed: the
@@ -22,7 +22,7 @@ State = Mapping[int, Scalar]
 
 _STATED = re.compile(r'"known_trip_count":\{"n":"(\d+)"')  # as the CPU and GPU compilers write it
 _MOST = 2**16
-"""A loop that still runs after so many trips has no count."""
+"""The most trips that are followed; a loop that still runs after them has no count."""
 _COMPUTE: dict[str, Callable[..., Scalar]] = {
     "add": operator.add,
     "subtract": operator.sub,
@@ -43,7 +43,7 @@ _COMPUTE: dict[str, Callable[..., Scalar]] = {
     "GT": operator.gt,
     "GE": operator.ge,
 }
-"""What opcodes make of scalars, and comparisons by their direction."""
+"""The functions that opcodes, and comparisons by their direction, compute of scalars."""
 _COMPUTE |= dict.fromkeys(
     ("copy", "bitcast", "reshape", "convert", "broadcast", "optimization-barrier"), lambda a: a
 )
@@ -52,16 +52,11 @@ _COMPUTE |= dict.fromkeys(
 def initial_state(
     module: Module, computation: Computation, loop: Instruction, state: State
 ) -> dict[int, Scalar]:
-    """Find the known scalars of a loop's tuple on its first trip.
+    """Find the known scalars of a loop's tuple on its first trip, by their index in the tuple.
 
     Args:
-      module: the module, in which called computations are found.
-      computation: the computation in which the loop stands.
       loop: a `while`.
       state: the known scalars of the loop around it.
-
-    Returns:
-      The known scalars by their index in the tuple.
     """
     source = computation.behind(loop.operands[0], ("copy", "optimization-barrier", "bitcast"))
     if source is None:
@@ -74,16 +69,12 @@ def initial_state(
 
 
 def invariant(module: Module, loop: Instruction, state: State) -> dict[int, Scalar]:
-    """Find the part of a loop's known state that its body hands on unchanged, and that is so known
-    on every trip.
+    """Find the scalars of a loop's known state that its body hands on unchanged, and that hold on
+    every trip.
 
     Args:
-      module: the module, in which the body is found.
       loop: a `while`.
       state: the known scalars on the first trip.
-
-    Returns:
-      Those of `state` that hold on every trip.
     """
     unchanged = module.handed_on(loop)
     return {n: value for n, value in state.items() if n in unchanged}
@@ -98,7 +89,7 @@ def _scalars(
 
 
 def trip_count(module: Module, loop: Instruction, initial: State) -> int | None:
-    """Count how often the body of a `while` runs.
+    """Count how often the body of a loop runs.
 
     Args:
       module: the module, in which its condition and body are found.
@@ -141,18 +132,14 @@ def evaluate(
     state: State,
     arguments: tuple[Scalar | None, ...] = (),
 ) -> Scalar | None:
-    """Compute the scalar that an instruction makes; integers do not wrap here.
+    """Compute the scalar that an instruction makes, without wrapping integers; None where it is not
+    known.
 
     Args:
-      module: the module in which called computations are found.
-      computation: the computation in which the instruction `name` stands.
       name: the instruction.
       state: the known elements of the computation's one tuple parameter, or the parameter itself
         under 0.
       arguments: the values of the parameters of a fusion or call; then there is no state.
-
-    Returns:
-      The scalar; None where it is not known.
     """
     memo: dict[str, Scalar | None] = {}
 

@@ -6,70 +6,26 @@ Shapes: as in `jaxpar.kernels.attention.call`.
 
 from __future__ import annotations
 
-import importlib
 import logging
-import re
-from collections.abc import Callable
 from functools import lru_cache, partial
-from types import ModuleType
-from typing import Literal, NamedTuple, cast, get_args
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxpar.base.compiled_for import device_of_compilation
-from jaxpar.base.errors import UserError
-from jaxpar.base.jax_compat import refusal_without
+from jaxpar.base.errors import UserError, short
 from jaxpar.base.number_checks import require_number
-from jaxpar.kernels.attention import chunked, libraries
-from jaxpar.kernels.attention.call import Arrays, Call, Unserved, reference
+from jaxpar.base.registry import KERNELS
+from jaxpar.kernels.attention import libraries
+from jaxpar.kernels.attention.call import Call, Unserved
+from jaxpar.kernels.attention.chunked import Dropout
+from jaxpar.kernels.attention.kernel import AttentionRequest, Kernel
 from jaxpar.kernels.masks import Mask, require_mask, segments_in
 
-Implementation = Literal["pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"]
-PAIRS = {"pallas_gpu": "triton", "pallas_tpu": "tpu", "chunked": "chunked"}
-"""The modules that have both a forward and a backward, which a ring can use; see `pair`."""
-LIBRARIES: dict[str, Callable[..., Array]] = {
-    "cudnn": libraries.cudnn,
-    "splash": libraries.splash,
-}
-_KERNELS: dict[str, tuple[str, ...]] = {
-    "tpu": ("splash", "pallas_tpu"),
-    "gpu": ("cudnn", "pallas_gpu"),
-}
-"""The kernels of each platform in order of speed; plain XLA by tiles comes after them.
-
-The libraries' kernels come first: of our own `pallas_gpu` was measured on one chip, an H100, where
-cuDNN is faster, and `pallas_tpu` was interpreted and compiled for absent ones.
-"""
+_QKV = tuple[Array, Array, Array]
 log = logging.getLogger(__name__)
-
-
-class AttentionRequest(NamedTuple):
-    """What the choice of an implementation depends on."""
-
-    q: Arrays
-    """The queries, [B, S, H, h], or their shape and dtype."""
-    k: Arrays
-    """The keys, [B, T, K, h], or their shape and dtype."""
-    mask: Mask
-    """What a query sees."""
-    call: Call
-    """The scale, the soft cap and so on."""
-    with_lse: bool = True
-    """Whether the log-sum-exp is asked for too."""
-    dropping: bool = False
-    """Whether weights are dropped out."""
-    parts: bool = False
-    """Whether the answers are parts, to be merged or added up."""
-    capability: str = ""
-    """The compute capability of the GPU that it is compiled for, `9.0`; empty = that of the one
-    here.
-    """
-    cut: str = ""
-    """Why the arrays are not whole heads of one device, so that only plain XLA takes them; empty =
-    they are.
-    """
 
 
 def attention(
@@ -100,8 +56,8 @@ def attention(
       mask: a mask of `jaxpar.kernels.masks`.
       scale: the factor of the scores; None = 1 / sqrt(h).
       softcap: scores become `softcap * tanh(score / softcap)`; 0 = as they are.
-      implementation: one of `Implementation`; None = the first that serves, in the platform's
-        order.
+      implementation: the name of one that is registered; None = the first that serves, in the
+        platform's order.
       platform: the platform that it is compiled for; None = that of a rehearsal's target, or else
         jax's default backend, with their capability.
       dropout_rate: the dropout of the weights, from 0 to below 1.
@@ -128,15 +84,20 @@ def attention(
         q_BSHh, k_BTKh, mask, call, with_lse, dropping, capability=capability
     )
     name, why = choose(request, platform, implementation)
-    if name == "reference":
-        return reference(q_BSHh, k_BTKh, v_BTKh, mask, call, dropout_rate, key)
-    if name in LIBRARIES:
-        return LIBRARIES[name](q_BSHh, k_BTKh, v_BTKh, mask, call), None
+    kernel: Kernel = KERNELS[name]
+    qkv = (q_BSHh, k_BTKh, v_BTKh)
     rate = dropout_rate if dropping else 0.0
+    if kernel.backward is None:
+        found = kernel.forward(*qkv, mask, call, *_given(name, rate, key))
+        both = found if kernel.gives_lse else (found, None)
+        _require_output(name, both[0], q_BSHh)
+        return both
     try:
         with libraries.stand_in_scope(name, why):
-            both = _of_pair(name, call, rate, q_BSHh, k_BTKh, v_BTKh, mask, key)
-        return cast(tuple[Array, Array], both)  # custom_vjp hides the type of what it wraps
+            # custom_vjp hides the type of what it wraps
+            both = cast(tuple[Array, Array], _of_pair(name, call, rate, qkv, mask, key))
+        _require_output(name, both[0], q_BSHh)
+        return both
     except Unserved as unserved:  # some reasons show only when the tiles are laid out
         raise UserError(
             f"attention by {name} cannot serve: {unserved}; chunked and reference do"
@@ -158,14 +119,14 @@ def choose(
       UserError: the implementation asked for is unknown or cannot serve.
     """
     if implementation not in (None, "auto"):
-        if implementation not in get_args(Implementation):
-            known = ", ".join(get_args(Implementation))
+        if implementation not in KERNELS:
+            known = ", ".join(KERNELS.names())
             raise UserError(
                 f"no implementation of attention is called {implementation!r}: try one of {known}"
             )
         if why := refusal(implementation, request, platform):
             serve = ", ".join(
-                name for name in get_args(Implementation) if not refusal(name, request, platform)
+                name for name in KERNELS.names() if not refusal(name, request, platform)
             )
             raise UserError(
                 f"attention by {implementation} was asked for, but: {why}; what serves: {serve}"
@@ -173,9 +134,9 @@ def choose(
         return implementation, ""
     name = "chunked"
     reasons = list[str]()
-    for kernel in (
-        name for name in _KERNELS.get(platform, ()) if name in PAIRS or not request.parts
-    ):
+    for kernel in kernels_for(platform):
+        if request.parts and not KERNELS[kernel].merges:
+            continue
         refused = refusal(kernel, request, platform)
         if not refused:
             name = kernel
@@ -186,55 +147,41 @@ def choose(
     return name, why
 
 
-def pair(name: str) -> ModuleType:
-    """A module of `PAIRS`, imported only when it is asked for, as Pallas takes long to import."""
-    return importlib.import_module(f"jaxpar.kernels.attention.{PAIRS[name]}")
+def kernels_for(platform: str) -> list[str]:
+    """The names of the implementations that are made for a platform, in the order in which they are
+    tried.
+    """
+    return [name for name, kernel in KERNELS.items() if platform in kernel.platforms]
 
 
 def refusal(name: str, request: AttentionRequest, platform: str) -> str:
     """Why an implementation cannot serve; empty = it can."""
-    if request.parts and name not in PAIRS:
+    kernel: Kernel = KERNELS[name]
+    if request.parts and not kernel.merges:
         return "the sequence is split over devices, and it cannot merge parts"
-    if name in ("reference", "chunked"):
-        return ""
-    if request.cut:
-        return request.cut
-    if request.dropping:
-        return "dropout of attention weights"
-    if name in _KERNELS["gpu"] and platform == "gpu" and (why := too_old(request.capability)):
-        return why
-    if name in LIBRARIES and request.with_lse:
+    if not kernel.plain:
+        if request.cut:
+            return request.cut
+        if request.dropping:
+            return "dropout of attention weights"
+    if request.with_lse and not kernel.gives_lse:
         return "no log-sum-exp that has a gradient"
-    if name in PAIRS:
-        if platform != ("tpu" if name == "pallas_tpu" else "gpu"):
-            return f"on {platform}"
-        if why := refusal_without(name):
-            return why
-        return pair(name).refusal(
-            request.q.shape, request.k.shape, request.q.dtype, request.mask, request.call
+    # One that is interpreted runs anywhere.
+    if kernel.platforms and platform not in kernel.platforms and not request.call.interpret:
+        return f"on {platform}"
+    return kernel.refusal(request, platform)
+
+
+def _require_output(name: str, out: object, q_BSHh: Array) -> None:
+    """Refuse what a kernel of one's own returned in place of an output."""
+    shape = getattr(out, "shape", None)
+    if shape != q_BSHh.shape:
+        found = short(out) if shape is None else f"an array of shape {shape}"
+        raise UserError(
+            f"kernels.attention {name!r} returned {found} for queries of shape {q_BSHh.shape}: an "
+            "output has the queries' shape, and with backward= it is a pair of that and the "
+            "log-sum-exp"
         )
-    return libraries.refusal(
-        name,
-        request.q,
-        request.k,
-        request.mask,
-        request.call,
-        platform,
-    )
-
-
-def too_old(capability: str = "") -> str:
-    """Why a GPU has no kernels of its own: those of Triton and cuDNN begin with Ampere; empty = it
-    may have them.
-
-    Args:
-      capability: its compute capability, `9.0`; empty = that of the device that is compiled for.
-    """
-    capability = capability or device_of_compilation().capability
-    old = re.fullmatch(r"[1-7]\.\d", capability)
-    if old:
-        return f"compute capability {capability} is below 8.0"
-    return ""
 
 
 @lru_cache(maxsize=64)
@@ -295,67 +242,36 @@ def check_arguments(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _of_pair(
-    name: str,
-    call: Call,
-    rate: float,
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Mask,
-    key: jax.Array | None,
+    name: str, call: Call, rate: float, qkv: _QKV, mask: Mask, key: jax.Array | None
 ) -> tuple[Array, Array]:
-    return pair(name).forward(
-        q,
-        k,
-        v,
-        mask,
-        call,
-        *_dropout(rate, key),
-    )
+    return KERNELS[name].forward(*qkv, mask, call, *_given(name, rate, key))
 
 
-def _of_pair_forward(name, call, rate, q, k, v, mask, key):
-    out, lse = pair(name).forward(
-        q,
-        k,
-        v,
-        mask,
-        call,
-        *_dropout(rate, key),
-    )
-    return (out, lse), (q, k, v, mask, key, out, lse)
+def _of_pair_forward(name, call, rate, qkv, mask, key):
+    out, lse = KERNELS[name].forward(*qkv, mask, call, *_given(name, rate, key))
+    return (out, lse), (qkv, mask, key, out, lse)
 
 
 def _of_pair_backward(name, call, rate, residuals, cotangents):
-    q, k, v, mask, key, out, lse = residuals
+    qkv, mask, key, out, lse = residuals
     dout, dlse = cotangents
     delta_BHS = (
         jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - dlse
     )
-    return (
-        *pair(name).backward(
-            q,
-            k,
-            v,
-            dout,
-            lse,
-            delta_BHS,
-            mask,
-            call,
-            *_dropout(rate, key),
-        ),
-        None,
-        None,
-    )
+    dropout = _given(name, rate, key)
+    dqkv = KERNELS[name].backward(*qkv, dout, lse, delta_BHS, mask, call, *dropout)
+    return tuple(dqkv), None, None
 
 
 _of_pair.defvjp(_of_pair_forward, _of_pair_backward)
 
 
-def _dropout(
-    rate: float,
-    key: jax.Array | None,
-) -> tuple[chunked.Dropout, ...]:
+def _given(name: str, rate: float, key: jax.Array | None) -> tuple[Dropout | None, ...]:
+    """What a kernel is given after the call: plain ones the dropout."""
+    return (_dropout(rate, key),) if KERNELS[name].plain else ()
+
+
+def _dropout(rate: float, key: jax.Array | None) -> Dropout | None:
     if key is None or not rate:
-        return ()
-    return (chunked.Dropout(rate, key),)
+        return None
+    return Dropout(rate, key)

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxpar.base.compiled_for import too_old
 from jaxpar.base.compiler import repeats_to_the_bit
 from jaxpar.base.hardware import LANES
 from jaxpar.base.jax_compat import cudnn_version, refusal_without, splash_attention
-from jaxpar.kernels.attention.call import Arrays, Call
+from jaxpar.kernels.attention.call import Call
+from jaxpar.kernels.attention.kernel import AttentionRequest
 from jaxpar.kernels.masks import (
     EMPTY,
     And,
@@ -50,53 +52,56 @@ class _Band(NamedTuple):
     segments: Segments | None = None
 
 
-def refusal(
-    name: str, q_BSHh: Arrays, k_BTKh: Arrays, mask: Mask, call: Call, platform: str
-) -> str:
-    """Why `cudnn` or `splash` cannot serve arrays or shapes like these; empty = it can."""
-    S = q_BSHh.shape[1]
-    h = q_BSHh.shape[3]
-    T = k_BTKh.shape[1]
-    band = _band_of(mask)
-    wanted = {"cudnn": "gpu", "splash": "tpu"}[name]
-    if platform != wanted and not call.interpret:
-        return f"on {platform}"
+def refuse_splash(request: AttentionRequest, platform: str) -> str:
+    """Why `splash` cannot serve a request; empty = it can."""
+    S = request.q.shape[1]
+    h = request.q.shape[3]
+    T = request.k.shape[1]
+    if _band_of(request.mask) is None:
+        return f"no mask like {request.mask}"
+    reasons = [
+        (h % LANES != 0, f"head_dim {h} is no multiple of {LANES}"),
+        (S % LANES != 0, f"sequence length {S} is no multiple of {LANES}"),
+        (T % LANES != 0, f"sequence length {T} is no multiple of {LANES}"),
+        (_first_query(request.call) is None, "places that are known only at run time"),
+    ]
+    why = next((why for applies, why in reasons if applies), "")
+    return why or refusal_without("splash")
+
+
+def refuse_cudnn(request: AttentionRequest, platform: str) -> str:
+    """Why `cudnn` cannot serve a request; empty = it can."""
+    if why := too_old(request.capability):
+        return why
+    h = request.q.shape[3]
+    call = request.call
+    band = _band_of(request.mask)
     if band is None:
-        return f"no mask like {mask}"
-    reasons = {
-        "splash": [
-            (h % LANES != 0, f"head_dim {h} is no multiple of {LANES}"),
-            (S % LANES != 0, f"sequence length {S} is no multiple of {LANES}"),
-            (T % LANES != 0, f"sequence length {T} is no multiple of {LANES}"),
-            (_first_query(call) is None, "places that are known only at run time"),
-        ],
-        "cudnn": [
-            (
-                platform == "gpu" and repeats_to_the_bit(platform),
-                "programs that repeat to the bit (XLA_FLAGS), of which it has failed to run some",
-            ),
-            (q_BSHh.dtype == jnp.float32, "float32"),
-            (band.segments is not None, "documents"),
-            (call.softcap != 0, "a soft cap"),
-            (
-                (band.left, band.right) not in ((None, None), (band.left, 0)),
-                f"no mask like {mask}",
-            ),
-            (
-                _first_query(call) != 0 and band[:2] != (None, None),
-                "queries that begin later than the keys",
-            ),
-            (
-                h % 8 != 0 or h > _CUDNN_HEAD_DIM,
-                f"head_dim {h} is no multiple of 8 up to {_CUDNN_HEAD_DIM}",
-            ),
-        ],
-    }
-    why = next((why for applies, why in reasons[name] if applies), "")
+        return f"no mask like {request.mask}"
+    reasons = [
+        (
+            platform == "gpu" and repeats_to_the_bit(platform),
+            "programs that repeat to the bit (XLA_FLAGS), of which it has failed to run some",
+        ),
+        (request.q.dtype == jnp.float32, "float32"),
+        (band.segments is not None, "documents"),
+        (call.softcap != 0, "a soft cap"),
+        (
+            (band.left, band.right) not in ((None, None), (band.left, 0)),
+            f"no mask like {request.mask}",
+        ),
+        (
+            _first_query(call) != 0 and band[:2] != (None, None),
+            "queries that begin later than the keys",
+        ),
+        (
+            h % 8 != 0 or h > _CUDNN_HEAD_DIM,
+            f"head_dim {h} is no multiple of 8 up to {_CUDNN_HEAD_DIM}",
+        ),
+    ]
+    why = next((why for applies, why in reasons if applies), "")
     if why:
         return why
-    if name == "splash":
-        return refusal_without("splash")
     return "" if has_cudnn() else _NO_CUDNN
 
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxpar.base.compiled_for import device_of_compilation
+from jaxpar.base.compiled_for import device_of_compilation, too_old
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.jax_compat import refusal_without
-from jaxpar.kernels.attention.dispatch import say_once, too_old
+from jaxpar.kernels.attention.dispatch import say_once
 from jaxpar.kernels.block_sparse.blocks import Blocks, block_size
 from jaxpar.kernels.masks import FULL, PARTIAL, BlockSparse, Mask, Tiles, require_mask, tile_states
 

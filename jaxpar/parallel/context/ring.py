@@ -120,7 +120,7 @@ class _OwnQueries(NamedTuple):
     ) -> _Sums:
         """Add what one pair of chunks contributes."""
         keys, values = kv
-        dq, dk, dv = self.work.kernel.backward(
+        dq, dk, dv = self.work.backward(
             self.q[q_half],
             keys[kv_half],
             values[kv_half],

@@ -20,8 +20,10 @@ from jaxtyping import Array, Float, Int
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Strategy
 from jaxpar.base.layout.sharding import Axes, Layout, output_axis
+from jaxpar.base.registry import KERNELS
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
+from jaxpar.kernels.attention.kernel import AttentionRequest
 from jaxpar.kernels.masks import Mask
 from jaxpar.parallel.collectives import capability_of, further_split, manual, platform_of
 from jaxpar.parallel.context.ring import ring_backward, ring_forward
@@ -220,7 +222,7 @@ def kernel_for(
         call = somewhere._replace(multiple=queries)
     q = jax.ShapeDtypeStruct((B, queries, H, h), q_BSHh.dtype)
     k = jax.ShapeDtypeStruct((B, keys, *k_BSKh.shape[2:]), k_BSKh.dtype)
-    request = dispatch.AttentionRequest(
+    request = AttentionRequest(
         q,
         k,
         mask,
@@ -240,8 +242,7 @@ def _work(
     if split.devices > 1:
         dispatch.say_once(f"attention by {name}, {split.strategy}")
     call = PARTS._replace(softcap=split.softcap, q_start=split.q_start)
-    kernel = dispatch.pair(name)
-    return ContextTask(split.layout, mask, segments_BT, kernel, call, split.unrolled)
+    return ContextTask(split.layout, mask, segments_BT, KERNELS[name], call, split.unrolled)
 
 
 def _layouts(split: Split, segments_BS: Array | None) -> tuple[Axes, Axes, Axes, Axes | None]:

@@ -7,6 +7,7 @@ Shapes: B batch, T whole sequence, C chunk of it. A device has two chunks, the e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jaxtyping import Array, Int
 from jaxpar.base.layout.mesh import MeshAxis
 from jaxpar.base.layout.sharding import Layout
 from jaxpar.kernels.attention.call import Call
+from jaxpar.kernels.attention.kernel import Kernel
 from jaxpar.kernels.masks import (
     And,
     Causal,
@@ -46,13 +48,18 @@ class ContextTask(NamedTuple):
     """What a query sees, apart from documents."""
     segments_BT: Int[Array, "B T"] | None
     """The document of every token, in `chunk_order`."""
-    kernel: Any
-    """The implementation of attention, with a forward and a backward: see
-    `jaxpar.kernels.attention.call`."""
+    kernel: Kernel
+    """The implementation of attention, with a forward and a backward."""
     call: Call = PARTS
     """How it makes a partial answer, apart from the places."""
     unrolled: int = UNROLLED
     """Up to how many devices every step of a ring is written out."""
+
+    @property
+    def backward(self) -> Callable[..., tuple[Array, Array, Array]]:
+        """The backward of the implementation, which every one has that serves parts."""
+        assert self.kernel.backward is not None
+        return self.kernel.backward
 
     @property
     def axes(self) -> tuple[MeshAxis, ...]:

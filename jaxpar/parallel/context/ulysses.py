@@ -190,7 +190,7 @@ def ulysses_backward(
     mask, call = groups.seen(q_BPHh.shape[1])
     if groups.parts == 1:
         call = call._replace(out_dtype=None)  # else gradients of keys are parts of a sum
-    dq_BPHh, dk_BTKh, dv_BTKh = work.kernel.backward(
+    dq_BPHh, dk_BTKh, dv_BTKh = work.backward(
         q_BPHh, k_BTKh, v_BTKh, dout_BPHh, lse_BHP, delta_BHP, mask, call
     )
     dq_BSHh = _to_sequence(dq_BPHh.astype(q_BSHh.dtype), groups)

@@ -14,7 +14,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Pipeline, Plan
 from jaxpar.base.layout.sharding import Layout, PyTree
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights, SoftTargets
-from jaxpar.parallel.domino import Places
+from jaxpar.parallel.domino import LayerInfo, Places
 from jaxpar.parallel.pipeline.executor import gradients
 from jaxpar.parallel.pipeline.layers import check_stages, reorder_layers, stored_order
 from jaxpar.parallel.pipeline.schedule_table import Table, check_table
@@ -64,9 +64,7 @@ class _Functions:
         xs: tuple[Array, ...],
         places: Sequence[Places],
         plan: Plan,
-        key: Any,
-        kind: int,
-        number: Any = None,
+        info: LayerInfo,
     ) -> tuple[tuple[Array, ...], None]:
         (x_BSD,) = xs
         (here,) = places

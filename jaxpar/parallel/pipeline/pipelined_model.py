@@ -12,7 +12,7 @@ from jaxtyping import Array
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import PyTree
 from jaxpar.parallel.cross_entropy import LossSums, LossWeights, SoftTargets
-from jaxpar.parallel.domino import Places
+from jaxpar.parallel.domino import LayerInfo, Places
 from jaxpar.parallel.experts import RouterSums
 
 Params = dict[str, PyTree]
@@ -45,9 +45,7 @@ class PipelinedModel(Protocol):
         xs: tuple[Array, ...],
         places: Sequence[Places],
         plan: Plan,
-        key: Any,
-        kind: int,
-        number: Any = None,
+        info: LayerInfo,
     ) -> tuple[tuple[Array, ...], RouterSums | None]: ...
     def query(
         self, params: Params, x_BSD: Array, places: Places, plan: Plan, key: Any

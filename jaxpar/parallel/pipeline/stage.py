@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import PyTree, merge_trees
-from jaxpar.parallel.domino import Places, halves, whole_batch
+from jaxpar.parallel.domino import LayerInfo, Places, halves, whole_batch
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device, on_host
 from jaxpar.parallel.linear import STORED
@@ -202,15 +202,8 @@ class Stack:
         def layer(
             weights: PyTree, xs: tuple[Array, ...]
         ) -> tuple[tuple[Array, ...], RouterSums | None]:
-            ys, routed = self.model.layer(
-                weights,
-                xs,
-                context.places,
-                self.plan,
-                context.key,
-                kind,
-                context.number,
-            )
+            info = LayerInfo(context.key, kind, context.number)
+            ys, routed = self.model.layer(weights, xs, context.places, self.plan, info)
             if (there := context.there) is None:
                 return ys, routed
             ys = tuple(jnp.where(there, y, x) for y, x in zip(ys, xs, strict=True))

@@ -1,4 +1,4 @@
-"""A task graph as lines and tables, which a terminal shows."""
+"""The tables and lines in which a terminal shows a task graph."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ def graph_parts(graph: TaskGraph, most: int = _MOST) -> list[RenderableType]:
 
     Args:
       graph: the key `graph` of a report.
-      most: how many lines of the model are shown.
-
-    Returns:
-      Lines and tables for `rich` to print.
+      most: the number of lines of the model that are shown.
     """
     orders = {
         "as compiled": graph["as_compiled"],
@@ -78,7 +75,7 @@ def _order_row(name: str, order: OrderRow) -> list[str]:
 
 
 def _fusion_rows(graph: TaskGraph) -> list[list[str]]:
-    """How many tasks there are with fusion and without, and what they move."""
+    """Make the rows on tasks and traffic with fusion and without."""
     rows = {"as compiled": graph["fused"], "each fusion opened": graph["opened"]}
     if "unfused" in graph:
         rows["compiled without fusion"] = graph["unfused"]

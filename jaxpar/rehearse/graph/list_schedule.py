@@ -18,25 +18,20 @@ from jaxpar.rehearse.graph.paths import paths_of
 from jaxpar.rehearse.graph.runs import RunGraph
 
 _TIE = 1e-12
-"""Seconds that rounding may take from a difference of two times."""
+"""The seconds that rounding may take from a difference of two times."""
 
 
 class Schedule(NamedTuple):
-    """When each run begins, in seconds."""
+    """The times at which runs begin, in seconds."""
 
     seconds: float
-    """When the last run is over."""
+    """The time at which the last run is over."""
     begins: list[float]
 
 
 def best_schedule(graph: RunGraph) -> Schedule:
-    """The shorter of the list schedules by the longest chain and by the order of the program.
-
-    Args:
-      graph: the graph.
-
-    Returns:
-      The schedule, which `check_schedule` has checked.
+    """Return the shorter of two list schedules, by the longest chain and by the order of the
+    program; `check_schedule` has checked it.
     """
     urgent = list_schedule(graph, paths_of(graph).tail)
     in_order = list_schedule(graph, [-float(run) for run in range(len(graph))])
@@ -46,15 +41,11 @@ def best_schedule(graph: RunGraph) -> Schedule:
 
 
 def list_schedule(graph: RunGraph, priority: Sequence[float]) -> Schedule:
-    """Let each run begin as soon as what it needs is over and its lanes are free, the one of the
+    """Begin each run as soon as what it needs is over and its lanes are free, the run of the
     highest priority first.
 
     Args:
-      graph: the graph.
       priority: the priority of each run.
-
-    Returns:
-      When each run begins.
     """
     users: list[list[int]] = [[] for _ in graph.needs]
     missing = [len(needs) for needs in graph.needs]
@@ -103,14 +94,10 @@ def _most_urgent(
 
 
 def check_schedule(graph: RunGraph, begins: Sequence[float]) -> float:
-    """Play a schedule, whoever made it.
+    """Play a schedule, whoever made it, and return when the last run is over, in seconds.
 
     Args:
-      graph: the graph.
       begins: when each run begins, in seconds.
-
-    Returns:
-      When the last run is over, in seconds.
 
     Raises:
       ValueError: a run begins before one that it needs is over, two runs hold one lane at a time,

@@ -8,31 +8,28 @@ from typing import NamedTuple
 from jaxpar.rehearse.graph.runs import RunGraph
 
 _ROUNDING = 1e-9
-"""Seconds of slack that are rounding: less than any task takes."""
+"""The seconds of slack that are rounding: less than any task takes."""
 
 
 class Paths(NamedTuple):
-    """When runs could begin if there were lanes enough. All times are in seconds."""
+    """The times, in seconds, at which runs could begin if there were lanes enough."""
 
     length: float
-    """The critical path: what the longest chain of runs takes, each of which needs the one
+    """The length of the critical path, the longest chain of runs of which each needs the one
     before."""
     earliest: list[float]
-    """When each run can begin at the earliest."""
+    """The earliest time at which each run can begin."""
     slack: list[float]
-    """How much later each run could begin without making the critical path longer."""
+    """The time by which each run could begin later without making the critical path longer."""
     tail: list[float]
-    """What the longest chain takes that begins with the run, itself included."""
+    """The length of the longest chain that begins with the run, itself included."""
 
 
 def paths_of(graph: RunGraph) -> Paths:
-    """Find the critical path of a graph.
+    """Find the critical path of a graph, and each run's place beside it.
 
     Args:
       graph: the graph; each run comes after those that it needs.
-
-    Returns:
-      The path's length, and each run's place beside it.
     """
     count = len(graph)
     earliest = [0.0] * count
@@ -53,14 +50,7 @@ def paths_of(graph: RunGraph) -> Paths:
 
 
 def lane_loads(graph: RunGraph) -> dict[str, float]:
-    """How long each lane is held by all runs together.
-
-    Args:
-      graph: the graph.
-
-    Returns:
-      The seconds by lane, the longest first.
-    """
+    """Add up the seconds for which each lane is held by all runs, the longest first."""
     loads = defaultdict[str, float](float)
     for seconds, lanes in zip(graph.seconds, graph.lanes, strict=True):
         for lane in lanes:
@@ -69,13 +59,7 @@ def lane_loads(graph: RunGraph) -> dict[str, float]:
 
 
 def bound(graph: RunGraph, paths: Paths) -> float:
-    """What no schedule can be shorter than: the critical path, or the lane that is held longest.
-
-    Args:
-      graph: the graph.
-      paths: its paths.
-
-    Returns:
-      The seconds.
+    """Return the seconds that every schedule takes at least: the critical path, or the lane that is
+    held longest.
     """
     return max([paths.length, *lane_loads(graph).values()])

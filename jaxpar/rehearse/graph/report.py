@@ -1,4 +1,4 @@
-"""A step's task graph written down, as JSON has it.
+"""A step's task graph in the form that JSON has.
 
 Loops stay loops here, each a node with a body of its own and edges that say from how many trips
 earlier a value comes: with all trips written out a step of LLaMA-3 8B has fifteen times the tasks,
@@ -49,17 +49,14 @@ _MOST_EVENTS = 60_000
 def task_graph_of(
     text: str, program: Program, costs: Costs, played: float, most_runs: int = MOST_RUNS
 ) -> TaskGraph:
-    """Write down the task graph of a program.
+    """Write down the task graph of a program, as it goes into JSON.
 
     Args:
       text: the text of the scheduled module.
-      program: what `read_program` made of it.
+      program: the result of `read_program` for the text.
       costs: the cost of each of its tasks.
       played: the seconds of a step in the compiler's order.
       most_runs: loops are unrolled up to so many runs of tasks.
-
-    Returns:
-      The graph, which is JSON as it stands.
     """
     ids = _ids(program.nodes)
     graph = unrolled(program, costs, most_runs)
@@ -87,10 +84,6 @@ def task_graph_of(
 def write_graph(report: Rehearsal, path: FilePath | str) -> None:
     """Write the task graph of a report as JSON, with what was rehearsed.
 
-    Args:
-      report: the report of a rehearsal.
-      path: the file.
-
     Raises:
       UserError: the report has no task graph, or the file cannot be written.
     """
@@ -109,7 +102,9 @@ def edges_of(graph: RunGraph | None) -> int | None:
 
 
 def fused_row(counted: Operations, seconds: float | None = None, edges: int | None = None) -> Fused:
-    """What was counted of a program, and the edges and the seconds of a step if they are known."""
+    """Make the row of what was counted of a program, with edges and a step's seconds if they are
+    known.
+    """
     row: Fused = {"tasks": counted.tasks, "runs": counted.runs, "bytes": counted.bytes}
     if edges is not None:
         row["edges"] = edges
@@ -119,7 +114,7 @@ def fused_row(counted: Operations, seconds: float | None = None, edges: int | No
 
 
 def _nodes(nodes: Sequence[Node], path: Path = ()) -> Iterator[tuple[Path, Task | Loop]]:
-    """Every task and loop with its path, a loop before what is in it."""
+    """Yield every task and loop with its path, a loop before what is in it."""
     for i, node in enumerate(nodes):
         if isinstance(node, Wait):
             continue
@@ -169,7 +164,7 @@ def _loop_rows(nodes: Sequence[Node], ids: dict[Path, int]) -> Iterator[LoopRow]
 
 
 class _Maker(NamedTuple):
-    """Which node of a list makes a value, and how many trips before."""
+    """The node of a list that makes a value, and how many trips before."""
 
     position: int
     trips: int
@@ -178,16 +173,13 @@ class _Maker(NamedTuple):
 def _edges(
     nodes: Sequence[Node], ids: dict[Path, int], path: Path = (), ends: Sequence[Needs] = ()
 ) -> Iterator[Edge]:
-    """The edges between the nodes of a list, and of the bodies in it.
+    """Yield each edge between the nodes of a list, and of the bodies in it, once.
 
     Args:
       nodes: the nodes of the program, or of the body of the loop at `path`.
       ids: the number of each node.
-      path: where the list stands.
-      ends: what makes each part of the loop's state in a trip.
-
-    Yields:
-      Each edge once.
+      path: the path of the list.
+      ends: the makers of each part of the loop's state in a trip.
     """
     for i, node in enumerate(nodes):
         if isinstance(node, Wait):
@@ -205,7 +197,9 @@ def _edges(
 
 
 def _makers(needs: Needs, ends: Sequence[Needs]) -> Iterator[_Maker]:
-    """Who makes a value: in this trip, or in one before, through the state of the loop."""
+    """Yield the makers of a value: in this trip, or in an earlier one, through the state of the
+    loop.
+    """
     yield from _makers_in_trip(needs, 0)
     seen = set[int]()
     states = set(needs.states)
@@ -224,7 +218,7 @@ def _makers_in_trip(needs: Needs, trips: int) -> Iterator[_Maker]:
 
 
 def _order(program: Program, costs: Costs, ids: dict[Path, int], most_runs: int) -> OrderRow:
-    """What an order of the tasks could reach with these costs."""
+    """Describe what an order of the tasks could reach with these costs."""
     graph = unrolled(program, costs, most_runs)
     _, in_loops = closed(program, costs, lambda graph: best_schedule(graph).seconds)
     row: OrderRow = {
@@ -249,7 +243,7 @@ def _order(program: Program, costs: Costs, ids: dict[Path, int], most_runs: int)
 def _events(
     graph: RunGraph, schedule: Schedule, lanes: list[str], ids: dict[Path, int]
 ) -> list[list[float]]:
-    """The bars of a schedule, in the order in which they begin."""
+    """List the bars of a schedule, in the order in which they begin."""
     bars = []
     for run in sorted(range(len(graph)), key=schedule.begins.__getitem__):
         if graph.seconds[run]:
@@ -261,7 +255,7 @@ def _events(
 
 
 def _least_slack(graph: RunGraph, paths: Paths) -> dict[Path, float]:
-    """The least slack of each task's runs."""
+    """Find the least slack of each task's runs."""
     least: dict[Path, float] = {}
     for path, slack in zip(graph.paths, paths.slack, strict=True):
         least[path] = min(slack, least.get(path, slack))
@@ -269,7 +263,7 @@ def _least_slack(graph: RunGraph, paths: Paths) -> dict[Path, float]:
 
 
 def _lines(program: Program, graph: RunGraph, paths: Paths) -> list[LineSlack]:
-    """Time and slack by line of the model and phase."""
+    """Add up time and slack by line of the model and phase."""
     origins = {path: task.origin for path, task, _ in walk_paths(program.nodes)}
     rows: dict[Origin, LineSlack] = {}
     runs = defaultdict[Origin, list[int]](list)

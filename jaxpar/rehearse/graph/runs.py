@@ -1,7 +1,7 @@
-"""A program as a graph of runs: one node for each time that a task runs, with the nodes that must
-be over before it.
+"""A program as a graph of runs: a node for each time that a task runs, with the nodes that must be
+over before.
 
-Loops are unrolled (`unrolled`): a trip needs of the one before only what it is handed, so that the
+Loops are unrolled (`unrolled`): a trip needs of the trip before only what it is handed, so that the
 graph has what the program says and no more. Or they are closed (`closed`): a loop is one node that
 holds its lanes, since XLA runs its trips one after another and moves nothing across its edge.
 
@@ -19,7 +19,7 @@ from jaxpar.rehearse.cost import COMPUTE, Cost, Costs
 from jaxpar.rehearse.timeline import MOVING
 
 MOST_RUNS = 400_000
-"""A program of more runs is not unrolled."""
+"""The most runs of a program that is unrolled."""
 
 
 @dataclass(slots=True)
@@ -27,12 +27,12 @@ class RunGraph:
     """The runs of a step. The lists have an entry for each run, in the order of the program."""
 
     paths: list[Path] = field(default_factory=list)
-    """Which task it is a run of, or which loop, where that is closed."""
+    """The task of the run, or the loop, where loops are closed."""
     seconds: list[float] = field(default_factory=list)
     lanes: list[tuple[str, ...]] = field(default_factory=list)
-    """The lanes that it holds."""
+    """The lanes that the run holds."""
     needs: list[tuple[int, ...]] = field(default_factory=list)
-    """The runs that must be over before it begins, all of which come before it."""
+    """The runs that must be over before the run begins, all of which come before it."""
 
     def add(
         self, path: Path, seconds: float, lanes: tuple[str, ...], needs: tuple[int, ...]
@@ -49,14 +49,10 @@ class RunGraph:
 
 
 def beside_compute(program: Program, costs: Costs) -> Costs:
-    """The costs of a program whose collectives and host copies all run beside compute.
+    """Return the costs of a program whose collectives and host copies hold no compute.
 
     Args:
-      program: the program.
       costs: the cost of each of its tasks.
-
-    Returns:
-      The same costs, in which no collective or host copy holds compute.
     """
 
     def freed(path: Path) -> Cost:
@@ -70,7 +66,7 @@ def beside_compute(program: Program, costs: Costs) -> Costs:
 
 
 def _task_at(nodes: Sequence[Node], path: Path) -> Task:
-    """The task at a path."""
+    """Return the task at a path."""
     node = nodes[path[0]]
     if isinstance(node, Loop):
         return _task_at(node.body, path[1:])
@@ -79,15 +75,10 @@ def _task_at(nodes: Sequence[Node], path: Path) -> Task:
 
 
 def unrolled(program: Program, costs: Costs, most: int = MOST_RUNS) -> RunGraph | None:
-    """Lay a program out with every trip of its loops.
+    """Lay a program out with every trip of its loops; None where it has more runs than `most`.
 
     Args:
-      program: the program.
       costs: the cost of each of its tasks.
-      most: how many runs it may have.
-
-    Returns:
-      The graph; None where it has more runs.
     """
     if sum(count for _, count in walk(program.nodes)) > most:
         return None
@@ -110,14 +101,13 @@ def _lay_out(
     """Append the runs of a list of nodes.
 
     Args:
-      graph: the graph, which grows.
       nodes: the nodes of the program or of a loop's body.
       costs: the cost of each task.
-      path: where the nodes stand.
-      state: what makes each part of the loop's state before this trip.
+      path: the path of the list.
+      state: the makers of each part of the loop's state before this trip.
 
     Returns:
-      A function that says which runs make a value of this list.
+      A function that returns the runs that make a value of this list.
     """
     made: dict[int, Makers] = {}
     results: dict[int, Sequence[Makers]] = {}
@@ -152,10 +142,9 @@ def closed(
     """Lay a program out with each loop as one run.
 
     Args:
-      program: the program.
       costs: the cost of each of its tasks.
       schedule: gives the seconds of a graph's runs in the best order that is known. A loop takes
-        those of its body as often as it has trips.
+        the seconds of its body as often as it has trips.
 
     Returns:
       The graph of the program's own list, and its seconds in that order.
@@ -192,7 +181,7 @@ def _closed_list(
 
 
 def _merged(values: Sequence[Needs]) -> Needs:
-    """What several values are made by, of tasks and loops."""
+    """Merge what makes several values, of tasks and loops."""
     return Needs(
         tuple({position for value in values for position in value.tasks}),
         tuple({result for value in values for result in value.results}),

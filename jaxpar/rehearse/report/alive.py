@@ -1,4 +1,4 @@
-"""What is in a device's memory in the course of a step, by part of the model, and at its peak by
+"""The arrays in a device's memory in the course of a step, by part of the model, and at its peak by
 array and line.
 """
 
@@ -22,23 +22,23 @@ from jaxpar.rehearse.timeline import TaskTime
 
 _NOWHERE = Origin("", "", "other")
 _POINTS = 1000
-"""A step has at most so many points of time; of those between two of them the fullest is kept."""
+"""The most points of time of a step; of those between two of them the fullest is kept."""
 _PARTS = 8
-"""The parts that have a name of their own; the others are `REST` together."""
+"""The number of parts that have a name of their own; the others are `REST` together."""
 REST = "rest"
 ARGUMENTS = "arguments"
 _ARGUMENT = re.compile(r"[A-Za-z_][\w.]*")
 
 
 class _Part(NamedTuple):
-    """Where an array belongs."""
+    """The part of the program that an array belongs to."""
 
     label: str
     origin: Origin
 
 
 def alive_arrays(module: Module, tasks: Sequence[TaskTime]) -> Alive:
-    """Find what is alive in a device's memory when, in a step that was played out.
+    """Find what is alive in a device's memory at each time, in a step that was played out.
 
     Args:
       module: the compiled program, whose instructions stand in the order in which they run.
@@ -75,8 +75,8 @@ def alive_arrays(module: Module, tasks: Sequence[TaskTime]) -> Alive:
 
 
 def _part_of(module: Module, array: LiveArray, origins: Mapping[str, Origin]) -> _Part:
-    """The part of the program whose array it is: an argument, or the scope, or else the line, of
-    what makes it.
+    """Find the part of the program that an array belongs to: an argument, or the scope, or else the
+    line, of what makes it.
     """
     argument = _argument_of(module, array)
     if argument is not None:
@@ -88,7 +88,7 @@ def _part_of(module: Module, array: LiveArray, origins: Mapping[str, Origin]) ->
 
 
 def _argument_of(module: Module, array: LiveArray) -> str | None:
-    """The argument of the program that an array is a part of, such as `state.params`."""
+    """Name the argument of the program that an array is a part of, such as `state.params`."""
     instruction = module.computations[module.entry].instructions.get(array.name)
     if instruction is None or instruction.opcode != "parameter":
         return None
@@ -101,7 +101,7 @@ def _bytes(schedule: Schedule, arrays: Iterable[LiveArray]) -> list[int]:
 
 
 def _points(total: Sequence[int]) -> list[int]:
-    """The places to keep: the fullest of each run of as many as there are too many."""
+    """List the places to keep: the fullest of each run of as many as there are too many."""
     width = max(1, -(-len(total) // _POINTS))
     return [
         max(range(start, min(start + width, len(total))), key=total.__getitem__)
@@ -110,7 +110,7 @@ def _points(total: Sequence[int]) -> list[int]:
 
 
 def _times(schedule: Schedule, tasks: Sequence[TaskTime]) -> list[float]:
-    """When each place of the schedule begins, in microseconds, the waiting for it included."""
+    """List when each place of the schedule begins, in microseconds, the waiting for it included."""
     spent: dict[str, float] = defaultdict(float)
     for row in tasks:
         spent[row.task.name] += row.exposed if row.task.asynchronous else row.seconds
@@ -119,7 +119,7 @@ def _times(schedule: Schedule, tasks: Sequence[TaskTime]) -> list[float]:
 
 
 def _largest(curves: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """The parts that are largest at some time, the largest first, and the sum of the others."""
+    """Keep the curves that are largest at some time, the largest first, and add the others up."""
     named = sorted((one for one in curves if one != REST), key=lambda one: -max(curves[one]))
     found = {label: curves[label] for label in named[:_PARTS] if any(curves[label])}
     others = [curves[label] for label in (*named[_PARTS:], REST) if label in curves]
@@ -129,7 +129,7 @@ def _largest(curves: Mapping[str, list[int]]) -> dict[str, list[int]]:
 
 
 def _rows(arrays: Sequence[tuple[LiveArray, Origin]], module: Module) -> list[AliveArray]:
-    """The arrays at the peak, the largest first; those of one shape and line are one row."""
+    """Make a row for the arrays of each shape and line at the peak, the largest first."""
     found: dict[tuple[str, str, Origin], AliveArray] = {}
     for array, origin in arrays:
         argument = _argument_of(module, array) or ""
@@ -151,14 +151,11 @@ def _rows(arrays: Sequence[tuple[LiveArray, Origin]], module: Module) -> list[Al
 
 
 def alive_table(alive: Alive, most: int = 12) -> list[RenderableType]:
-    """The arrays that are in a device's memory at the peak, the largest first.
+    """Make the table of the arrays in a device's memory at the peak, the largest first.
 
     Args:
       alive: the report's key of that name.
-      most: how many rows are shown.
-
-    Returns:
-      What a console prints.
+      most: the number of rows.
     """
     rows = [
         [

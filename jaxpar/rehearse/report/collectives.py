@@ -1,5 +1,5 @@
-"""The program's collectives are compared with the plan's: each has its mesh axes, and whether the
-plan asked for it.
+"""A comparison of the program's collectives with the plan's: each has its mesh axes, and whether
+the plan asked for it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from jaxpar.rehearse.requested_collectives import Requested
 from jaxpar.rehearse.timeline import TaskTime
 
 SMALL = 2**20
-"""Below these bytes a collective that no op wrote passes: XLA moves scalars, norms and biases by
-itself.
+"""The bytes below which a collective that no op wrote passes: XLA moves scalars, norms and biases
+by itself.
 """
 _SLACK = 1.05  # XLA pads arrays that do not divide evenly, and adds small ones
 
 
 def axes_of(collective: Collective, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Find the axes of a mesh along which the members of a group differ.
+    """Find the axes of a mesh, in its order, along which the members of a group differ; none where
+    each group is one device or no groups are known.
 
     Args:
       collective: the collective, whose groups number the devices row by row.
       mesh: the size of every mesh axis, in order.
-
-    Returns:
-      The axes in mesh order; empty where each group is one device or no groups are known.
     """
     sizes = tuple(mesh.values())
     differ = np.zeros(len(sizes), bool)
@@ -43,14 +41,11 @@ def axes_of(collective: Collective, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def sent_bytes(planned: Requested, mesh: Mapping[str, int]) -> float:
-    """The bytes that one device sends in one execution, by a bandwidth-optimal algorithm.
+    """Count the bytes that one device sends in one execution, by a bandwidth-optimal algorithm.
 
     Args:
       planned: a collective that a plan asks for.
       mesh: the size of every mesh axis.
-
-    Returns:
-      The bytes, without those that stay on the device.
     """
     return hlo_tasks.sent_bytes(
         planned.kind, planned.bytes, math.prod(mesh[axis] for axis in planned.axes)
@@ -58,8 +53,8 @@ def sent_bytes(planned: Requested, mesh: Mapping[str, int]) -> float:
 
 
 class RequestedRows:
-    """The collectives that a plan asks for, in which those of the tasks of a replayed program can
-    be looked up.
+    """The collectives that a plan asks for, to which the tasks of a replayed program are
+    compared.
     """
 
     def __init__(
@@ -75,7 +70,7 @@ class RequestedRows:
                 self._sent[key] += collective.sent_bytes * row.count
 
     def objection(self, row: TaskTime) -> str:
-        """Say why this collective of the program is not the plan's; an empty string if it is.
+        """Explain why this collective of the program is not the plan's; empty if it is.
 
         XLA may run a collective as a ring of ppermutes, merge several into one, or move one past a
         scope's border. It may not send more, send over other axes, or all-reduce an array whose sum
@@ -83,9 +78,6 @@ class RequestedRows:
 
         Args:
           row: a task of the replayed program that is a collective.
-
-        Returns:
-          The reason in words; empty if it is the plan's.
         """
         collective = row.task.collective
         scope = row.task.origin.scope
@@ -131,8 +123,8 @@ class RequestedRows:
     def _no_more(
         self, kind: str, axes: frozenset[str], asked: Sequence[Requested], scope: str | None = None
     ) -> bool:
-        """Whether the program, or one scope of it, sends no more of a kind than was asked for. If
-        so, each of its collectives is one of those asked for, whole or merged."""
+        """Return whether the program, or one scope of it, sends no more of a kind than was asked
+        for. If so, each of its collectives was asked for, whole or merged."""
         sent = sum(
             size
             for (at, *what), size in self._sent.items()
@@ -145,8 +137,8 @@ class RequestedRows:
 def collective_rows(
     tasks: Sequence[TaskTime], plan: Sequence[Requested] | None, mesh: Mapping[str, int]
 ) -> list[CollectiveRow]:
-    """The program's collectives for the report, grouped by kind, size and line, with the most
-    exposed first.
+    """Group the program's collectives for the report by kind, size and line, the most exposed
+    first.
 
     Args:
       tasks: the tasks of the replayed program.
@@ -154,7 +146,7 @@ def collective_rows(
       mesh: the size of every mesh axis, in order.
 
     Returns:
-      The rows. Seconds and sent bytes are those of all executions in one step.
+      The rows. Seconds and sent bytes count all executions in one step.
     """
     if plan is None:
         asked = None
@@ -203,7 +195,7 @@ def collective_rows(
 
 
 def scope_of(planned: Requested) -> str:
-    """The model's scope of a planned collective, written as in `hlo.program.tasks.Origin`:
+    """Find the model's scope of a planned collective, written as in `hlo.program.tasks.Origin`:
     `block/attention`.
     """
     return decode(f"{planned.scope}/{planned.kind}")[0]

@@ -2,8 +2,8 @@
 
     print_comparison(compare(before, after))
 
-A place is matched by its scope, phase and line. Where an edit has moved the lines of a file, those
-of one scope are matched in their order, as long as there are as many as before.
+A place is matched by its scope, phase and line. Where an edit has moved the lines of a file, the
+lines of one scope are matched in their order, as long as there are as many as before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxpar.rehearse.report.report_tables import finding_lines, seconds_text, ti
 from jaxpar.rehearse.report.schema import SCHEMA, LintFinding, Rehearsal
 
 _SAME = 1e-9
-"""Seconds, or a share of bytes: what differs by less is rounding."""
+"""The seconds, or the share of bytes, below which a difference is rounding."""
 _PLACES = ("compute", "exposed", "communication")
 
 
@@ -35,28 +35,28 @@ class Change(TypedDict):
 
 
 class PlaceChange(TypedDict):
-    """The seconds of one line of the model in one phase; 0 in a rehearsal that has it not."""
+    """The seconds of one line of the model in one phase; 0 in a rehearsal that lacks it."""
 
     scope: str
     source: str
     phase: str
     before: dict[str, float]
-    """`compute`, `exposed` and `communication`."""
+    """The seconds of `compute`, `exposed` and `communication`."""
     after: dict[str, float]
 
 
 class Comparison(TypedDict):
-    """What changed from one rehearsal to another."""
+    """The changes from one rehearsal to another."""
 
     before: str
-    """What was rehearsed: `llama3_8b on v5p-64, fsdp=16 x tensor=4`."""
+    """The name of what was rehearsed: `llama3_8b on v5p-64, fsdp=16 x tensor=4`."""
     after: str
     time: list[Change]
-    """The step, and what it is made of."""
+    """The step's time, and what it is made of."""
     memory: list[Change]
-    """A device's memory, and its parts."""
+    """The device's memory, and its parts."""
     places: list[PlaceChange]
-    """Where the time differs, the largest change first."""
+    """The places whose time differs, the largest change first."""
     found: list[LintFinding]
     """The linter's findings that are new."""
     gone: list[LintFinding]
@@ -66,9 +66,9 @@ def compare(before: Rehearsal | str | Path, after: Rehearsal | str | Path) -> Co
     """Find what changed from one rehearsal to another.
 
     Args:
-      before: a report of `rehearse.step` or `rehearse.config`, or a file that
-        `jaxpar rehearse --json` wrote.
-      after: another.
+      before: a report of `rehearse.step` or `rehearse.config`, or a file that `jaxpar rehearse
+        --json` wrote.
+      after: another report, or its file.
 
     Returns:
       The differences, a dict that is JSON as it stands. Figures that differ by no more than
@@ -93,13 +93,7 @@ def compare(before: Rehearsal | str | Path, after: Rehearsal | str | Path) -> Co
 
 
 def read_report(file: str | Path) -> Rehearsal:
-    """Read a report that `jaxpar rehearse --json` wrote.
-
-    Args:
-      file: the path of the file.
-
-    Returns:
-      The report. Only the values that a comparison needs are checked.
+    """Read a report that `jaxpar rehearse --json` wrote, checking only what a comparison needs.
 
     Raises:
       UserError: the file cannot be read, is no such report, or one of another version of its form.
@@ -142,11 +136,7 @@ def comparison_parts(found: Comparison, most: int = 12) -> list[RenderableType]:
     """Make the parts of a comparison in the order in which a terminal prints them.
 
     Args:
-      found: the comparison.
-      most: how many rows a long table shows.
-
-    Returns:
-      Lines and tables for `rich` to print.
+      most: the number of rows that a long table shows.
     """
     rows = [
         [
@@ -174,11 +164,7 @@ def comparison_parts(found: Comparison, most: int = 12) -> list[RenderableType]:
 
 
 def print_comparison(found: Comparison) -> None:
-    """Print a comparison on the terminal.
-
-    Args:
-      found: the result of `compare`.
-    """
+    """Print the result of `compare` on the terminal."""
     for part in comparison_parts(found):
         console().print(part)
 
@@ -213,7 +199,9 @@ def _title(report: Rehearsal) -> str:
 
 
 def _times(report: Rehearsal) -> dict[str, float]:
-    """The step, its compute by kind of task, what it waits for, and collectives beside it."""
+    """List the step's time, its compute by kind of task, what it waits for, and collectives beside
+    it.
+    """
     time = report["time"]
     kinds = dict(time["by_category"])
     collectives = kinds.pop("collective", 0.0)
@@ -234,7 +222,7 @@ def _times(report: Rehearsal) -> dict[str, float]:
 
 
 _WORDS = {"matmul": "matmuls", "kernel": "kernels", "copy": "copies", "fusion": "fusions"}
-"""What a table calls the kinds of tasks."""
+"""The words of a table for the kinds of tasks."""
 
 
 def _memory(report: Rehearsal) -> dict[str, float]:
@@ -247,7 +235,7 @@ def _changes(
     before: Mapping[str, float],
     after: Mapping[str, float],
 ) -> list[Change]:
-    """Every figure that either has, in their order."""
+    """List every figure that either has, in their order."""
     changes: list[Change] = []
     for name in dict.fromkeys([*before, *after]):
         old = before.get(name, 0.0)
@@ -258,7 +246,7 @@ def _changes(
 
 
 def _identity(row: LintFinding) -> tuple[str, str, str]:
-    """What tells findings apart; the line is left out, as lines move."""
+    """Return what tells findings apart, without the line, as lines move."""
     return row["rule"], row["scope"], row["message"]
 
 
@@ -271,7 +259,7 @@ _Lines = dict[int, dict[str, float]]
 
 
 def _place_changes(old: Rehearsal, new: Rehearsal) -> list[PlaceChange]:
-    """The places whose time differs, the largest change first."""
+    """List the places whose time differs, the largest change first."""
     before = _by_file(old)
     after = _by_file(new)
     changes: list[PlaceChange] = []
@@ -295,7 +283,7 @@ def _place_changes(old: Rehearsal, new: Rehearsal) -> list[PlaceChange]:
 
 
 def _by_file(report: Rehearsal) -> dict[_Where, _Lines]:
-    """The figures of a report by scope, phase and file, and there by line."""
+    """Group the figures of a report by scope, phase and file, and there by line."""
     found: defaultdict[_Where, _Lines] = defaultdict(dict)
     for row in report["lines"]:
         file, _, number = row["source"].rpartition(":")
@@ -312,7 +300,7 @@ def _by_file(report: Rehearsal) -> dict[_Where, _Lines]:
 def _matched(
     before: _Lines, after: _Lines
 ) -> Iterable[tuple[int, dict[str, float], dict[str, float]]]:
-    """Pairs of one file's lines with their number now: in their order where there are as many as
+    """Pair one file's lines, with their number now: in their order where there are as many as
     before, else by number.
     """
     if len(before) == len(after):
@@ -325,7 +313,7 @@ def _matched(
 
 
 def _size(row: PlaceChange) -> float:
-    """By how much the time of a place that the step waits for has changed."""
+    """Return by how much the time of a place that the step waits for has changed."""
     return sum(abs(row["after"][name] - row["before"][name]) for name in ("compute", "exposed"))
 
 
@@ -360,5 +348,5 @@ def _change_cells(
     new: float,
     text: Callable[[float], str],
 ) -> tuple[str, str]:
-    """What a figure is, and what it was if that differs."""
+    """Write a figure, and what it was if that differs."""
     return text(new) if new else "", text(old) if abs(new - old) > _SAME else "="

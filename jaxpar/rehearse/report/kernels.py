@@ -1,4 +1,4 @@
-"""Which kernels a program has in place of those that its target would run."""
+"""The kernels that a program has in place of those that its target would run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,8 @@ from jaxpar.rehearse.targets import cudnn_packages
 
 
 def stand_ins(text: str) -> list[KernelRow]:
-    """List what a compiled program runs in place of the kernels of its target: attention without
-    cuDNN, where the target has it.
-
-    Args:
-      text: the text of the program.
-
-    Returns:
-      The rows of the report, with the command that installs what is missing.
+    """List what a compiled program runs in place of the kernels of its target (attention without
+    cuDNN, where the target has it), with the command that installs what is missing.
     """
     install = f"pip install {' '.join(cudnn_packages())}"
     return [

@@ -1,5 +1,5 @@
-"""The linter says in the model's words what is wrong with a rehearsed step; each rule is a function
-that is registered by its name.
+"""The linter, which says in the model's words what is wrong with a rehearsed step; each rule is a
+function that is registered by its name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COPY_SHARE = 0.005  # of the step
 
 @dataclass(frozen=True)
 class LintedStep:
-    """What the linter looks at: a step that was rehearsed."""
+    """A rehearsed step as the linter looks at it."""
 
     memory: Memory | None = None
     collectives: Sequence[CollectiveRow] = ()
@@ -33,22 +33,22 @@ class LintedStep:
     """Kernels that were priced in place of those that the target would run."""
     tasks: Sequence[TaskTime] = ()
     seconds: float = 0.0
-    """The time of the step."""
+    """The seconds of the step."""
     plan: Plan | None = None
     """The plan of one of our configs; None for another program."""
     parameters: Sequence[Placement] = ()
-    """Where the parameters of a config's model lie."""
+    """The places of the parameters of a config's model."""
 
 
 class Finding(NamedTuple):
-    """What a lint says of one place in a step.
+    """A finding at one place in a step.
 
     Attributes:
       message: what is wrong and what to try, in a sentence.
       scope: the part of the model; empty = all of it.
       source: the line, `FILE:NUMBER`.
-      bytes: how many bytes it concerns.
-      seconds: how long it takes.
+      bytes: the bytes that it concerns.
+      seconds: the time that it takes.
     """
 
     message: str
@@ -74,21 +74,17 @@ LINTS: Registry[Lint] = Registry("a rule of the linter")
 
 
 def register_lint(rule: str, severity: Severity) -> Callable[[Find], Find]:
-    """A decorator that makes a rule of the linter known: every rehearsal has its findings, and
-    `--fail-on` takes its name.
+    """Register a rule of the linter: every rehearsal has its findings, and `--fail-on` takes its
+    name.
 
-    It is put on a function from a `LintedStep` to its findings. Of a program that is not one of our
-    configs, `plan` is None and `parameters` are empty.
+    It is a decorator of a function from a `LintedStep` to its findings. For a program that is not
+    one of our configs, `plan` is None and `parameters` are empty.
 
     Args:
       rule: the name of the rule, a word.
-      severity: `error` or `warning`.
-
-    Returns:
-      The decorator, which leaves the function as it is.
 
     Raises:
-      UserError: the severity is none; see also `registering`.
+      UserError: the severity is none, or the name is refused by `registering`.
     """
     if severity not in get_args(Severity):
         raise UserError(
@@ -99,14 +95,10 @@ def register_lint(rule: str, severity: Severity) -> Callable[[Find], Find]:
 
 
 def find(rule: str, step: LintedStep) -> list[LintFinding]:
-    """The findings of one rule, as a report has them.
+    """Find what one rule has to say, in its order.
 
     Args:
       rule: the name of a rule that is registered.
-      step: the step that was rehearsed.
-
-    Returns:
-      The findings in the order of the rule.
 
     Raises:
       UserError: no rule has this name, or the rule returns something else than findings.
@@ -140,13 +132,7 @@ def _require_finding(rule: str, found: object) -> Finding:
 
 
 def find_all(step: LintedStep) -> list[LintFinding]:
-    """Find what every rule has to say.
-
-    Args:
-      step: the step that was rehearsed.
-
-    Returns:
-      The findings: errors first, and then by what they cost.
+    """Find what every rule has to say: errors first, and then by what they cost.
 
     Raises:
       UserError: a rule returns something else than findings.
@@ -159,13 +145,10 @@ def find_all(step: LintedStep) -> list[LintFinding]:
 
 
 def parse_rules(text: str) -> list[str]:
-    """Read `--fail-on`, before anything is compiled: rules of the linter, separated by commas.
+    """Read `--fail-on`, before anything is compiled: the names of rules of the linter, in order.
 
     Args:
       text: the value of the flag, `does-not-fit,large-copy`.
-
-    Returns:
-      The names, in the order of the text.
 
     Raises:
       UserError: a name is unknown.
@@ -229,8 +212,8 @@ def other_kernels(step: LintedStep) -> Iterator[Finding]:
 
 @register_lint("replicated-parameter", "warning")
 def replicated_parameters(step: LintedStep) -> Iterator[Finding]:
-    """Find parameters larger than a vector that no mesh axis splits, on a mesh whose rules could
-    split them.
+    """Find parameters larger than a vector that no mesh axis splits, where the rules could split
+    them.
     """
     plan = step.plan
     if plan is None:

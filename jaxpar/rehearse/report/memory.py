@@ -22,7 +22,7 @@ class CompiledBytes(NamedTuple):
     arguments: int
     temporaries: int
     """The bytes of temporaries, and of results that do not reuse an argument's memory; on a TPU
-    those that are there at the peak."""
+    those alive at the peak."""
     program: int
     host: int
 
@@ -33,7 +33,7 @@ class CompiledBytes(NamedTuple):
 
     @staticmethod
     def of(stats: Any, platform: str) -> CompiledBytes:
-        """Read them from the compiler's account of a program.
+        """Read the bytes of one device from the compiler's account of a program.
 
         On a TPU `temp_size_in_bytes` is more than buffer assignment lays out, by half where a loop
         over microbatches contains loops over layers; the peak of what is alive is what has to fit.
@@ -42,9 +42,6 @@ class CompiledBytes(NamedTuple):
         Args:
           stats: the result of `compiled.memory_analysis()`.
           platform: the platform that was compiled for, `tpu` or `cuda`.
-
-        Returns:
-          The bytes of one device.
         """
         arguments = stats.argument_size_in_bytes
         grown = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
@@ -64,7 +61,7 @@ BASIS = {
     "and the "
     "libraries keep for themselves is not in it",
 }
-"""What the bytes of a device rest on, by platform."""
+"""The basis of a device's bytes, by platform."""
 _FRAGMENTED = 1.05
 """A TPU's heap over the peak of what is alive: measured heaps were 3.6 and 4.3 % larger
 (docs/memory.md).
@@ -72,7 +69,7 @@ _FRAGMENTED = 1.05
 
 
 def allocated_bytes(stats: Any, platform: str) -> int:
-    """Find the bytes of a device that a program allocates.
+    """Count the bytes of a device that a program allocates, without those in host memory.
 
     For a TPU what gaps between arrays add is on top of the peak of what is alive, and no more than
     the plain sum.
@@ -80,9 +77,6 @@ def allocated_bytes(stats: Any, platform: str) -> int:
     Args:
       stats: the result of `compiled.memory_analysis()`.
       platform: the platform that was compiled for, `tpu` or `cuda`.
-
-    Returns:
-      The bytes of one device, without those in host memory.
     """
     taken = CompiledBytes.of(stats, platform)
     plain = CompiledBytes.of(stats, "")
@@ -94,15 +88,12 @@ def allocated_bytes(stats: Any, platform: str) -> int:
 
 
 def saved_bytes(module: Module, layers: int) -> int:
-    """Find the bytes that the forward pass keeps for the backward: its loops fill stacks with one
-    slice a layer.
+    """Count the bytes of one device's main memory that the forward pass keeps for the backward: its
+    loops fill stacks with one slice a layer. 0 where the layers are not in a loop.
 
     Args:
       module: the compiled training step.
       layers: the number of layers of the model, the first dim of such a stack.
-
-    Returns:
-      The bytes of one device in its main memory; 0 where the layers are not in a loop.
     """
     total = 0
     for computation in module.computations.values():
@@ -128,8 +119,8 @@ def saved_bytes(module: Module, layers: int) -> int:
 
 
 def _is_forward(module: Module, loop: Instruction) -> bool:
-    """Whether a loop is one of the forward pass. Where jaxlib 0.12 for GPUs takes trips off a loop,
-    it leaves no name on it, and those of its body tell.
+    """Return whether a loop belongs to the forward pass. Where jaxlib 0.12 for GPUs takes trips off
+    a loop, it leaves no name on it, and the names in its body tell.
     """
     names = [loop.op_name]
     if not loop.op_name:
@@ -138,8 +129,8 @@ def _is_forward(module: Module, loop: Instruction) -> bool:
 
 
 def _is_empty(module: Module, computation: Computation, name: str) -> bool:
-    """Whether a loop's array starts out empty, or with the slices of trips that were taken off it
-    alone.
+    """Return whether a loop's array starts out empty, or with no more than the slices of trips that
+    were taken off it.
     """
     made = computation.behind(name, ("copy", "bitcast", "get-tuple-element"))
     if made is None:
@@ -166,7 +157,7 @@ def account(
     activations: int = 0,
     gradients: int = 0,
 ) -> Memory:
-    """Make the report's account of memory.
+    """Make the report's account of one device's memory, without advice.
 
     Args:
       stats: the result of `compiled.memory_analysis()`.
@@ -176,9 +167,6 @@ def account(
       activations: the bytes of the temporaries that are kept from forward to backward, from
         `saved_bytes`.
       gradients: the bytes of the temporaries that are gradients.
-
-    Returns:
-      The account of one device, without advice.
     """
     compiled = CompiledBytes.of(stats, platform)
     temporaries = min(compiled.temporaries, stats.temp_size_in_bytes)
@@ -230,13 +218,8 @@ _UNITS = {
 
 
 def needs_and_has(message: str) -> tuple[int, int] | None:
-    """Read from a compiler's refusal what a step takes and what a device has.
-
-    Args:
-      message: the compiler's message.
-
-    Returns:
-      The bytes that the step takes and those that a device has; None if the message names none.
+    """Read from a compiler's refusal the bytes that a step takes and those that a device has; None
+    if it names none.
     """
     for pattern in _MESSAGES:
         if match := re.search(pattern, message):
@@ -247,19 +230,16 @@ def needs_and_has(message: str) -> tuple[int, int] | None:
 
 
 class DoesNotFit(UserError):
-    """The compiler refuses a step because a device has too little memory."""
+    """A refusal by the compiler because a device has too little memory for the step."""
 
 
 def refusal(message: str, target: str, advice: str = "") -> str:
-    """Tell the user of a compiler's refusal in one line.
+    """Tell the user of a compiler's refusal in one line, with the bytes where the step does not
+    fit, or else what the compiler said.
 
     Args:
-      message: the compiler's message.
       target: the name of the target.
       advice: what would help a step that does not fit; empty = nothing is said of it.
-
-    Returns:
-      The line, which has the bytes where the step does not fit, or else what the compiler said.
     """
     found = needs_and_has(message)
     if found is None:

@@ -1,4 +1,4 @@
-"""A rehearsal as lines and tables, which a terminal shows."""
+"""The tables and lines in which a terminal shows a rehearsal."""
 
 from __future__ import annotations
 
@@ -38,11 +38,7 @@ def percent_text(share: float) -> str:
 
 
 def show(report: Rehearsal) -> None:
-    """Print a report on the terminal.
-
-    Args:
-      report: the result of `rehearse.step` or `rehearse.config`.
-    """
+    """Print a report of `rehearse.step` or `rehearse.config` on the terminal."""
     for part in report_parts(report):
         console().print(part)
 
@@ -51,11 +47,7 @@ def report_parts(report: Rehearsal, most: int = _MOST) -> list[RenderableType]:
     """Make the parts of a report in the order in which a terminal prints them.
 
     Args:
-      report: the report of a rehearsal.
-      most: how many rows a long table shows.
-
-    Returns:
-      Lines and tables for `rich` to print.
+      most: the number of rows that a long table shows.
     """
     memory = report["memory"]
     return [
@@ -72,14 +64,11 @@ def report_parts(report: Rehearsal, most: int = _MOST) -> list[RenderableType]:
 
 
 def lines_table(report: Rehearsal, most: int) -> list[RenderableType]:
-    """Make the table of the lines of the model, the most exposed first.
+    """Make the table of the lines of the model, the most exposed first, under a title; nothing
+    where no line is known.
 
     Args:
-      report: the report of a rehearsal.
-      most: how many rows it shows.
-
-    Returns:
-      A title and the table; nothing where no line is known.
+      most: the number of rows.
     """
     exposed = sum(row["exposed"] for row in report["lines"])
     rows = [
@@ -102,15 +91,11 @@ def lines_table(report: Rehearsal, most: int) -> list[RenderableType]:
 
 
 def collectives_table(report: Rehearsal, most: int) -> list[RenderableType]:
-    """Make the table of the collectives: those that the plan did not ask for, then the most
-    exposed.
+    """Make the table of the collectives, under a title: those that the plan did not ask for, then
+    the most exposed.
 
     Args:
-      report: the report of a rehearsal.
-      most: how many rows it shows.
-
-    Returns:
-      A title and the table; nothing where there are no collectives.
+      most: the number of rows.
     """
     found = sorted(
         report["collectives"],
@@ -144,7 +129,9 @@ def collectives_table(report: Rehearsal, most: int) -> list[RenderableType]:
 
 
 def _time_table(report: Rehearsal) -> list[RenderableType]:
-    """The table of a step's time: compute by kind of task, and what the compute units wait for."""
+    """Make the table of a step's time: compute by kind of task, and what the compute units wait
+    for.
+    """
     time = report["time"]
     parts = {
         kind: value
@@ -170,7 +157,7 @@ def _time_table(report: Rehearsal) -> list[RenderableType]:
 def _parts_table(
     title: str, parts: Mapping[str, float], text: Callable[[float], str]
 ) -> list[RenderableType]:
-    """A table of the parts of a whole, the largest first."""
+    """Make the table of the parts of a whole, the largest first."""
     whole = sum(parts.values())
     found = sorted(
         (item for item in parts.items() if item[1]),
@@ -185,19 +172,15 @@ def _parts_table(
 def titled_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: int, most: int
 ) -> list[RenderableType]:
-    """Make a table and its title.
+    """Make an empty line, a title and a table; nothing where there are no rows.
 
     Words fold where there is no room, and an empty cell is a dash.
 
     Args:
-      title: the title.
       columns: the heads of the columns; there is no head where all are empty.
       rows: the cells of each row.
       numbers: how many of the first columns are numbers, which are aligned at the right.
       most: how many rows are shown; a last row counts those beyond.
-
-    Returns:
-      An empty line, the title and the table; nothing where there are no rows.
     """
     table = Table(box=None, pad_edge=False, show_header=any(columns))
     for name in columns[:numbers]:
@@ -218,13 +201,8 @@ def _cell(value: float, text: Callable[[float], str]) -> str:
 
 
 def summary(report: Rehearsal) -> list[tuple[str, str]]:
-    """Summarize a report.
-
-    Args:
-      report: the report of a rehearsal.
-
-    Returns:
-      Pairs of a word and a text, a line each; the word is empty where a line goes on.
+    """Summarize a report in pairs of a word and a text, a line each; the word is empty where a line
+    goes on.
     """
     target = report["target"]
     memory = report["memory"]
@@ -282,7 +260,7 @@ def summary(report: Rehearsal) -> list[tuple[str, str]]:
 
 
 def _size(report: Rehearsal) -> str:
-    """The size of what a config's step computes; an empty string for another function."""
+    """Write the size of what a config's step computes; empty for another function."""
     if "model" not in report or "batch" not in report:
         return ""
     batch = report["batch"]
@@ -294,13 +272,8 @@ def _size(report: Rehearsal) -> str:
 
 
 def memory_verdict(memory: Memory) -> str:
-    """Say whether a step fits: `fits, 90.03 GiB to spare: 4.97 GiB of 95.00 GiB a device`.
-
-    Args:
-      memory: the account of one device, in bytes.
-
-    Returns:
-      The verdict. Where the device's memory is not known, it has only what the step takes.
+    """Say whether a step fits: `fits, 90.03 GiB to spare: 4.97 GiB of 95.00 GiB a device`; only
+    what it takes where the device's memory is not known.
     """
     takes = memory["total"]
     has = memory["hbm_bytes"]
@@ -318,13 +291,8 @@ def memory_verdict(memory: Memory) -> str:
 
 
 def finding_lines(findings: Iterable[LintFinding]) -> list[str]:
-    """Write findings in the form of a compiler's messages, which editors can follow.
-
-    Args:
-      findings: the findings of the linter.
-
-    Returns:
-      A line for each finding, in their order.
+    """Write findings of the linter, a line each, in the form of a compiler's messages, which
+    editors can follow.
     """
     lines = []
     for row in findings:
@@ -340,7 +308,7 @@ def finding_lines(findings: Iterable[LintFinding]) -> list[str]:
 
 
 def note_lines(report: Rehearsal) -> list[str]:
-    """Lines on what was assumed."""
+    """Write lines on what was assumed."""
     lines = [f"note: {note}" for note in report["notes"]]
     if basis := report["memory"].get("basis"):
         lines.append(f"note: memory is {basis}")

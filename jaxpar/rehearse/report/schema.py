@@ -1,7 +1,6 @@
 """The types of what `jaxpar rehearse --json` writes. `docs/rehearse_json.md` explains each key.
 
-Seconds, bytes and FLOPs are those of one step on one device, except where a name or line says
-otherwise.
+Seconds, bytes and FLOPs count one step on one device, except where a name or line says otherwise.
 """
 
 from typing import Literal, NotRequired, TypedDict
@@ -9,14 +8,14 @@ from typing import Literal, NotRequired, TypedDict
 from jaxpar.rehearse.report.task_graph import TaskGraph
 
 SCHEMA = 4
-"""The version goes up when a key is renamed, removed or changes its meaning; a new key does not
-change it.
+"""The version of the schema, which goes up when a key is renamed, removed or changes its meaning; a
+new key does not change it.
 """
 
 
 class TargetFacts(TypedDict):
-    """The hardware that was rehearsed; `hbm_bytes` and `peak_flops` (a second, in `dtype`) are
-    those of one device.
+    """The hardware that was rehearsed; `hbm_bytes` and `peak_flops` (a second, in `dtype`) belong
+    to one device.
     """
 
     name: str
@@ -38,7 +37,7 @@ class ModelFacts(TypedDict):
 
 
 class Batch(TypedDict):
-    """What all devices together train on in one step."""
+    """The data that all devices together train on in one step."""
 
     sequences: int
     seq_len: int
@@ -52,9 +51,9 @@ class KernelRow(TypedDict):
     op: str
     priced: str
     runs: str
-    """What the target runs, which is not on the machine that rehearses."""
+    """The kernel that the target runs, which is not on the machine that rehearses."""
     install: str
-    """The command that brings it here."""
+    """The command that installs it here."""
 
 
 class Memory(TypedDict):
@@ -62,16 +61,16 @@ class Memory(TypedDict):
 
     hbm_bytes: int
     usable_bytes: int
-    """What of `hbm_bytes` a program may take: of a GPU's, the share of JAX's pool."""
+    """The part of `hbm_bytes` that a program may take: of a GPU's, the share of JAX's pool."""
     total: int
     """The bytes that the step takes at its peak; `categories` are its parts."""
     fits: bool
     categories: dict[str, int]
     host: dict[str, int]
-    """The bytes in the host's memory for this device, by the same names."""
+    """The bytes in the host's memory for this device, by the names of `categories`."""
     advice: list[str]
     basis: NotRequired[str]
-    """What the bytes rest on, which differs by platform."""
+    """The basis of the bytes, which differs by platform."""
 
 
 class Time(TypedDict):
@@ -84,12 +83,12 @@ class Time(TypedDict):
     exposed_communication: float
     """The time in which the compute units wait for a collective."""
     host_stall: float
-    """The time in which they wait for a copy to or from the host's memory, or for what the host
-    computes.
+    """The time in which the compute units wait for a copy to or from the host's memory, or for what
+    the host computes.
     """
     copy_stall: float
-    """The time in which they wait for asynchronous work of the device itself: a copy, or a fusion
-    beside them.
+    """The time in which the compute units wait for asynchronous work of the device itself: a copy,
+    or a fusion beside them.
     """
     idle: float
     """The rest of the step, which is launches."""
@@ -98,8 +97,8 @@ class Time(TypedDict):
     tokens_per_second: NotRequired[float]
     """The rate of all devices together; absent where the tokens of a step are not known."""
     by_category: dict[str, float]
-    """Busy seconds by kind of task; collectives, host copies and what the host computes count also
-    where they run beside compute.
+    """The busy seconds by kind of task; collectives, host copies and what the host computes count
+    also where they run beside compute.
     """
     estimated_without_cycles: float
     """The share of the compute time, in [0, 1], that is a roofline estimate and not the compiler's
@@ -129,7 +128,7 @@ class CollectiveRow(TypedDict):
     kind: str
     axes: list[str]
     bytes: int
-    """The bytes of one execution, which are those of one group's whole array."""
+    """The bytes of one group's whole array, in one execution."""
     sent_bytes: float
     count: int
     asynchronous: bool
@@ -139,21 +138,21 @@ class CollectiveRow(TypedDict):
     source: str
     phase: str
     planned: NotRequired[bool]
-    """Whether the plan asked for it; absent where no plan is known. If it did not, `reason`
-    says why.
+    """Whether the plan asked for it; absent where no plan is known. If it did not, `reason` says
+    why.
     """
     reason: NotRequired[str]
 
 
 class TimelineColumns(TypedDict):
-    """What runs when. `names` to `bytes` are columns with one entry an instruction, and events
-    point into them.
+    """The timeline of a step. `names` to `bytes` are columns with one entry an instruction, and
+    events point into them.
     """
 
     lanes: list[str]
     names: list[str]
     kinds: list[str]
-    """The kind of each task, and for a collective the collective's own: `matmul`, `all-gather`."""
+    """The kind of each task, or of the collective where a task is one: `matmul`, `all-gather`."""
     scopes: list[str]
     sources: list[str]
     phases: list[str]
@@ -168,31 +167,33 @@ class AliveArray(TypedDict):
     """The arrays of one shape and one line that are in a device's memory at the peak."""
 
     argument: str
-    """The argument of the program that they are parts of; empty = the program makes them."""
+    """The argument of the program that the arrays are parts of; empty = the program makes them."""
     shape: str
     scope: str
     source: str
     phase: str
     bytes: int
-    """The bytes of all of them, with the padding of tiles."""
+    """The bytes of all the arrays, with the padding of tiles."""
     count: int
 
 
 class Alive(TypedDict):
-    """What is in a device's main memory when, by the schedule: an array from what makes it to its
-    last use. Gaps between arrays, code and constants are left out.
+    """The content of a device's main memory over time, by the schedule: an array from what makes it
+    to its last use. Gaps between arrays, code and constants are left out.
     """
 
     peak_bytes: int
     peak_us: float
     times_us: list[float]
-    """Points of time from the start of the step; the trips of a loop stand as one, as long as all
-    of them.
+    """The points of time from the start of the step; the trips of a loop stand as one, as long as
+    all of them.
     """
     parts: dict[str, list[int]]
-    """The bytes at each of them, of each argument and of what the scopes of the model make."""
+    """The bytes at each point of time, of each argument and of what the scopes of the model
+    make.
+    """
     arrays: list[AliveArray]
-    """Those at the peak, the largest first."""
+    """The arrays at the peak, the largest first."""
 
 
 class LintFinding(TypedDict):
@@ -229,11 +230,13 @@ class Rehearsal(TypedDict):
     lines: list[Line]
     collectives: list[CollectiveRow]
     timeline: NotRequired[TimelineColumns]
-    """The timeline is left out of files that are kept, because it is most of the bytes."""
+    """The timeline, which is left out of files that are kept, because it is most of the bytes."""
     alive: NotRequired[Alive]
-    """Absent where the program's order is not known, or where it could not be followed."""
+    """The memory over time; absent where the program's order is not known, or where it could not be
+    followed.
+    """
     graph: NotRequired[TaskGraph]
     """The step as a task graph, where that was asked for."""
     findings: list[LintFinding]
-    """Errors come first, then what costs most."""
+    """The findings of the linter: errors come first, then what costs most."""
     notes: list[str]

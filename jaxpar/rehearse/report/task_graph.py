@@ -5,38 +5,42 @@ from typing import NotRequired, TypedDict
 from jaxpar.hlo.program.tasks import Phase
 
 GRAPH_SCHEMA = 1
-"""The version goes up when a key is renamed, removed or changes its meaning."""
+"""The version of the schema, which goes up when a key is renamed, removed or changes its
+meaning.
+"""
 
 
 class TaskRow(TypedDict):
-    """A task; seconds, bytes and FLOPs are those of one run on one device."""
+    """A task; seconds, bytes and FLOPs count one run on one device."""
 
     id: int
     name: str
     """The HLO instruction's name."""
     op: str
     kind: str
-    """`matmul`, `fusion`, `kernel`, `copy`, `host_copy`, `control`, or that of the collective."""
+    """The kind of task, `matmul`, `fusion`, `kernel`, `copy`, `host_copy` or `control`, or of
+    collective.
+    """
     lanes: list[str]
-    """The lanes that it holds while it runs."""
+    """The lanes that the task holds while it runs."""
     seconds: float
     bytes: int
-    """Bytes of device memory read and written; of a collective, what one device sends."""
+    """The bytes of device memory read and written; of a collective, what one device sends."""
     flops: float
     runs: int
-    """How often it runs in a step."""
+    """The number of times that the task runs in a step."""
     loop: int | None
-    """The id of the loop in whose body it stands."""
+    """The id of the loop in whose body the task stands."""
     scope: str
     source: str
     phase: Phase
     slack: float | None
-    """The least, of all its runs, by which it could be later without making the critical path
-    longer; None where loops were too long to unroll."""
+    """The least time, over all its runs, by which the task could be later without making the
+    critical path longer; None where loops were too long to unroll."""
 
 
 class LoopRow(TypedDict):
-    """A loop, which is one node among those of the list that it stands in."""
+    """A loop, which is one node of the list that it stands in."""
 
     id: int
     name: str
@@ -45,27 +49,29 @@ class LoopRow(TypedDict):
 
 
 class Edge(TypedDict):
-    """Something that must be over before something else begins."""
+    """Two tasks or loops of which one must be over before the other begins."""
 
     before: int
     after: int
-    """The ids of tasks or loops of one list."""
+    """The id of the task or loop that waits for `before`, in the same list."""
     trips: int
-    """How many trips earlier the first one ran: 0 = in the same trip."""
+    """The number of trips by which `before` ran earlier: 0 = in the same trip."""
 
 
 class OrderRow(TypedDict):
-    """What an order of the tasks could reach on some lanes, in seconds."""
+    """The times, in seconds, that an order of the tasks could reach on some lanes."""
 
     loads: dict[str, float]
-    """How long each lane is held, the longest first."""
+    """The time for which each lane is held, the longest first."""
     critical_path: float | None
     bound: float | None
-    """What no schedule can be shorter than: the critical path, or the busiest lane."""
+    """The least time of any schedule: the critical path, or the busiest lane."""
     list_schedule: float | None
-    """A list schedule in which trips of a loop may overlap; None where loops are too long."""
+    """The time of a list schedule in which trips of a loop may overlap; None where loops are too
+    long.
+    """
     list_schedule_in_loops: float
-    """A list schedule of each loop's body by itself, its trips one after another."""
+    """The time of list schedules of each loop's body by itself, its trips one after another."""
     events: list[list[float]]
     """The bars of `list_schedule`: lane (a position in `loads`), microseconds at which it begins,
     microseconds that it takes, and the task's id."""
@@ -78,23 +84,23 @@ class LineSlack(TypedDict):
     source: str
     phase: Phase
     seconds: float
-    """What its runs take together."""
+    """The seconds of all its runs."""
     critical: float
-    """Of them, those without slack: the line's part of the critical path."""
+    """The seconds of its runs without slack: the line's part of the critical path."""
     slack: float
     """The least slack of its runs."""
 
 
 class Fused(TypedDict):
-    """How many tasks there are, and what they move."""
+    """The number of tasks, and what they move."""
 
     tasks: int
     runs: int
     bytes: int
     edges: NotRequired[int]
-    """Between the runs, where it was compiled so."""
+    """The edges between the runs, where the program was compiled so."""
     seconds: NotRequired[float]
-    """What a step takes, where it was compiled so."""
+    """The seconds of a step, where the program was compiled so."""
 
 
 class TaskGraph(TypedDict):
@@ -107,20 +113,22 @@ class TaskGraph(TypedDict):
     runs: int
     """The runs of all tasks in a step."""
     run_edges: int | None
-    """The edges between them."""
+    """The edges between the runs."""
     work: float
     """The seconds of all runs, one after another."""
     played: float
-    """The step in the compiler's order."""
+    """The seconds of the step in the compiler's order."""
     as_compiled: OrderRow
-    """On the lanes that the compiler gave to each task."""
+    """The orders on the lanes that the compiler gave to each task."""
     beside_compute: OrderRow
-    """If no collective and no host copy held compute, also where the compiler made them so."""
+    """The orders if no collective and no host copy held compute, also where the compiler made them
+    so.
+    """
     lines: list[LineSlack]
-    """By line of the model, the largest part of the critical path first."""
+    """The time by line of the model, the largest part of the critical path first."""
     fused: Fused
     """The program as it is."""
     opened: Fused
-    """The same program if each operation in a fusion were a task of its own."""
+    """The program if each operation in a fusion were a task of its own."""
     unfused: NotRequired[Fused]
     """The step compiled without XLA's fusion passes."""

@@ -1,5 +1,5 @@
-"""A replayed timeline as the report keeps it, in columns of instructions and events by number, and
-as a Chrome trace.
+"""A replayed timeline in the report's form, as columns of instructions and events by number, and as
+a Chrome trace.
 
 Perfetto (ui.perfetto.dev), chrome://tracing and TensorBoard open the trace. Its form is the JSON of
 Google's "Trace Event Format", with complete events (`X`) and metadata (`M`) that names threads.
@@ -21,7 +21,9 @@ from jaxpar.rehearse.report.schema import Rehearsal, TimelineColumns
 from jaxpar.rehearse.timeline import Event
 
 _ORDER = {COMPUTE: 0, DMA: 2, SIDE: 3, HOST: 4, HOST_COMPUTE: 5}
-"""Compute comes first, then the links by name (1), then local lanes, then the host."""
+"""The order of the lanes: compute comes first, then the links by name (1), then local lanes, then
+the host.
+"""
 
 
 def timeline_of(events: Sequence[Event]) -> TimelineColumns:
@@ -78,8 +80,8 @@ def _kind_and_bytes(node: Task | Loop) -> tuple[str, int]:
 
 
 def write_trace(report: Rehearsal, path: Path | str) -> None:
-    """Write a report's timeline as a Chrome trace, whole or not at all; it is compressed if the
-    name ends in `.gz`.
+    """Write a report's timeline as a Chrome trace, whole or not at all, compressed if the name ends
+    in `.gz`.
 
     Args:
       report: the result of `rehearse.step` or `rehearse.config`.
@@ -96,13 +98,8 @@ def write_trace(report: Rehearsal, path: Path | str) -> None:
 
 
 def chrome_trace(report: Rehearsal) -> dict[str, Any]:
-    """Turn a report's timeline into a Chrome trace: one process, with a thread for each lane.
-
-    Args:
-      report: the report of a rehearsal.
-
-    Returns:
-      The trace, an object of JSON. Its times are in microseconds.
+    """Convert a report's timeline to a Chrome trace in microseconds, an object of JSON: one
+    process, with a thread for each lane.
 
     Raises:
       UserError: the report was kept without its timeline.

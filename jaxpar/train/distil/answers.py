@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.stages import Compiled
 
 from jaxpar.base.compiled_for import compiling_for
-from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config, MemoryConfig, PrecisionConfig, TrainConfig
 from jaxpar.base.errors import UserError
 from jaxpar.data.top_k_files import is_top_k_folder
@@ -20,7 +19,6 @@ from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import Batch, Params, in_parts
 from jaxpar.models.top_k import TeacherAnswer, teacher_answer
 from jaxpar.models.views import base_config
-from jaxpar.parallel.zigzag import TOKENS
 from jaxpar.train.batch import batch_shapes, cut_microbatches
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment
@@ -131,8 +129,8 @@ def compile_answers(
 
     program = jax.jit(
         step,
-        out_shardings=plan.sharding(TOKENS),
-        compiler_options=step_options(plan.mesh, config.compiler.options),
+        out_shardings=experiment.batch_sharding,
+        compiler_options=experiment.compiler_options,
     )
     with compiling_for(plan.mesh.devices.flat[0]):
         lowered = program.lower(experiment.state.params, answered_shapes(experiment))

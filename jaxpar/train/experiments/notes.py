@@ -8,7 +8,7 @@ from jaxpar.base.compiler import option_notes
 from jaxpar.base.layout.plan import Plan
 from jaxpar.models.masks import layer_masks, words_that_look_ahead
 from jaxpar.parallel import choose_attention
-from jaxpar.parallel.ops import attention_calls, overlap_notes
+from jaxpar.parallel.mesh_ops import attention_calls, overlap_notes
 from jaxpar.parallel.pipeline import pipeline_notes
 from jaxpar.train.activations import policy_notes
 from jaxpar.train.experiment import Experiment

@@ -34,7 +34,7 @@ from jaxpar.models.masks import words_that_look_ahead
 from jaxpar.parallel.cache import cache_spec
 from jaxpar.parallel.collectives import platform_of
 from jaxpar.train.generation import decode_programs
-from jaxpar.train.generation.decode_programs import DecodeState
+from jaxpar.train.generation.decode_programs import DecodeSizes, DecodeState, PromptRows
 from jaxpar.train.generation.sampling import GREEDY, Sampling
 from jaxpar.train.restore import drop_stages
 
@@ -149,7 +149,7 @@ class Generator:
         lengths_B = np.ones(B, np.int32)
         for row, prompt in enumerate(prompts):
             tokens_BS[row, : len(prompt)], lengths_B[row] = prompt, len(prompt)
-        inputs = (
+        given = (
             tokens_BS,
             lengths_B,
             np.arange(B) >= len(prompts),
@@ -157,18 +157,13 @@ class Generator:
             np.array(stop or [-1], np.int32),
             np.uint32(sampling.seed),
         )
-        inputs = jax.device_put(inputs, replicated_sharding(self.plan))
+        inputs = PromptRows(*jax.device_put(given, replicated_sharding(self.plan)))
         # the seed is an argument
-        shape = (
-            B,
-            S,
-            max_tokens,
-            replace(sampling, seed=0),
-            len(inputs[4]),
-        )
-        prefill = self._compiled(decode_programs.prefill, shape, self.params, *inputs)
+        sizes = DecodeSizes(S, max_tokens, replace(sampling, seed=0))
+        shape = (B, sizes, len(inputs.stop))
+        prefill = self._compiled(decode_programs.prefill, shape, self.params, inputs)
         began = time.perf_counter()
-        state = jax.block_until_ready(prefill(self.params, *inputs))
+        state = jax.block_until_ready(prefill(self.params, inputs))
         self.times.prefill_tokens += sum(map(len, prompts))
         self.times.prefill_seconds += time.perf_counter() - began
         limit = np.int32(1)
@@ -247,14 +242,14 @@ class Generator:
         key = (function, shape)
         if key not in self._programs:
             whole = replicated_sharding(self.plan)
-            known = shape[1:4]
+            _, size, *_ = shape
             places: Any = (whole, whole)
             if function is not decode_programs.score:
                 caches = NamedSharding(self.plan.mesh, cache_spec(self.plan))
                 shardings: Any = dict.fromkeys(DecodeState._fields, whole) | {"caches": caches}
                 places = DecodeState(**shardings)
             jitted = jax.jit(
-                partial(function, self.model, self.plan, *known),
+                partial(function, self.model, self.plan, size),
                 out_shardings=places,
                 donate_argnums=(1,) if function is decode_programs.decode else (),
                 compiler_options=program_options(self.plan.mesh),

@@ -21,7 +21,7 @@ from jaxpar.base.layout.activation_names import NAMES
 from jaxpar.base.layout.plan import Plan
 from jaxpar.models import Batch, Model, Params
 from jaxpar.parallel.cross_entropy import LossSums, teacher_targets
-from jaxpar.parallel.domino import Places, halves, places_of_halves, whole_batch
+from jaxpar.parallel.domino import LayerInfo, Places, halves, places_of_halves, whole_batch
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.padding import with_text
@@ -124,7 +124,8 @@ class Forward:
         told_number = number if self._model.numbers_layers else None
 
         def run(layer: Params, xs: tuple[jax.Array, ...], places: Any) -> tuple[jax.Array, ...]:
-            after, _ = self._model.layer(layer, xs, places, plan, key, kind, told_number)
+            info = LayerInfo(key, kind, told_number)
+            after, _ = self._model.layer(layer, xs, places, plan, info)
             return after
 
         xs, counts = with_counts(run, layer, stream.xs, places)

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.base.compiler import step_options
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_message
 from jaxpar.base.layout.sharding import PyTree, path_name
@@ -184,7 +183,6 @@ def _gradients(experiment: Experiment, state: TrainState[jax.Array], batch: Batc
     large for the sum of squares."""
     config = experiment.config
     model = experiment.model
-    plan = experiment.plan
     trained_axes = model.trained(model.axes)
 
     def look(params: Params, batch: Batch, step: jax.Array) -> tuple[LossSums, PyTree, PyTree]:
@@ -194,7 +192,7 @@ def _gradients(experiment: Experiment, state: TrainState[jax.Array], batch: Batc
         largest = jax.tree.map(lambda x: jnp.max(jnp.abs(on_device(x))), grads)
         return sums, counts, largest
 
-    options = step_options(plan.mesh, config.compiler.options)
+    options = experiment.compiler_options
     arguments = (state.params, dict(batch), state.step)
     program = jax.jit(look, compiler_options=options).lower(*arguments).compile()
     require_order(program, experiment.devices)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import jax
 
+from jaxpar.train.runs.folder.orbax_names import STEP_METADATA
+
 _FIRST_RESERVE = 60.0
 """Seconds that are kept for a save where none was seen yet; no more than a tenth of the limit."""
 _SEVERAL = 15.0
@@ -103,7 +105,7 @@ def save_began(checkpoint: Path) -> float:
 def _noted(checkpoint: Path) -> tuple[float, float]:
     """When a checkpoint was begun, and when it was whole; twice 0 where nothing says so."""
     try:
-        noted = json.loads((checkpoint / "_CHECKPOINT_METADATA").read_text(encoding="utf-8"))
+        noted = json.loads((checkpoint / STEP_METADATA).read_text(encoding="utf-8"))
         return noted["init_timestamp_nsecs"] / 1e9, noted["commit_timestamp_nsecs"] / 1e9
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0, 0.0

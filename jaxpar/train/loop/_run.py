@@ -30,6 +30,7 @@ from jaxpar.train.loop.training import Result, train_opened
 from jaxpar.train.opening import OpenRun, open_folder
 from jaxpar.train.runs.bucket import copy_of, run_here
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint, UnreadCheckpoint
+from jaxpar.train.runs.stores import StoreOf, store_of
 
 
 def run(
@@ -37,6 +38,7 @@ def run(
     folder: str | Path,
     hooks: Sequence[Hook] = (),
     corpus: Corpus | None = None,
+    store: StoreOf = store_of,
 ) -> Result:
     """Train the run in `folder`, or go on with it: `open_run`, then `Run.train`.
 
@@ -47,6 +49,8 @@ def run(
       folder: the run folder, which is made if it is absent; or its URL in a bucket.
       hooks: what a program does besides at steps; the same ones on every process.
       corpus: the data, if they are already loaded and are not the experiment's.
+      store: makes the store that keeps the checkpoints; a `CheckpointStore`, or a class of one's
+        own.
 
     Raises:
       OutOfMemory: a device has too little memory for a step or an evaluation.
@@ -56,7 +60,7 @@ def run(
       UserError: the user can mend it: config, devices or data are bad, or the folder has another
         config.
     """
-    with open_run(experiment, folder, corpus) as opened:
+    with open_run(experiment, folder, corpus, store) as opened:
         return opened.train(hooks)
 
 
@@ -65,6 +69,7 @@ def open_run(
     experiment: Config | Experiment,
     folder: str | Path,
     corpus: Corpus | None = None,
+    store: StoreOf = store_of,
     account: Account | None = None,
     began: float | None = None,
 ) -> Iterator[Run]:
@@ -77,6 +82,7 @@ def open_run(
       experiment: the experiment, or the config of one, with nothing left open.
       folder: the run folder, which is made if it is absent; or its URL in a bucket.
       corpus: the data, if they are already loaded and are not the experiment's.
+      store: makes the store that keeps the checkpoints.
       account: counts what the time of this process goes on, and is closed by the caller; None = its
         time is that of this context, from `began`.
       began: when `train.max_time` began to count, by `time.monotonic`; None = now.
@@ -91,7 +97,7 @@ def open_run(
         if account is None:
             account = stack.enter_context(closing(Account(began)))
         here = run_here(folder)
-        opened = Run(lambda: open_folder(experiment, here, corpus, say), account, began, say)
+        opened = Run(lambda: open_folder(experiment, here, corpus, say, store), account, began, say)
         stack.callback(opened.close)
         yield opened
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jaxpar.base.compiler import REPEATING_FLAG, options_text, repeats_to_the_bit, step_options
+from jaxpar.base.compiler import REPEATING_FLAG, options_text, repeats_to_the_bit
 from jaxpar.base.config import Config
 from jaxpar.base.console import banner, bytes_text, count_text, duration_text
 from jaxpar.base.layout.placements import local_bytes
@@ -46,7 +46,7 @@ def banner_lines(
         facts["weights"] = config.train.init
         if have_other_tokenizers(folder_here(config.train.init), run.folder):
             facts["weights"] += ", WHOSE TOKENIZER IS ANOTHER: its ids meant other tokens"
-    options = step_options(run.experiment.plan.mesh, config.compiler.options)
+    options = run.experiment.compiler_options
     repeats = repeats_to_the_bit(run.experiment.plan.mesh.devices.flat[0].platform)
     if not (repeats or options.get(REPEATING_FLAG)):
         facts["repeats"] = (

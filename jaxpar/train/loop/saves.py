@@ -23,12 +23,12 @@ from jaxpar.train.loop.batches import StepBatches
 from jaxpar.train.loop.timing import save_watchdog
 from jaxpar.train.opening import GUARD, HOOKS, FirstStep, OpenRun
 from jaxpar.train.restore import (
-    beside_state,
     fingerprint,
     hooks_with_arrays,
     restore_hook,
     saved_hooks,
     saved_part,
+    state_metadata,
 )
 from jaxpar.train.runs.checkpoints import require_same_form, warn
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
@@ -111,7 +111,7 @@ class Saves:
         require_same_form(state, run.experiment.state, f"the state after step {step}")
         teacher = None if run.teacher is None else run.teacher.identity
         size = run.corpus.train.size
-        beside = beside_state(run.experiment, place, size, self._frozen, teacher, step)
+        beside = state_metadata(run.experiment, place, size, self._frozen, teacher, step)
         if seen := guard.saved():
             beside[GUARD] = seen
         if states := run_together(lambda: states_of(self._kept)):
@@ -127,7 +127,7 @@ class Saves:
         # which is written to its end by now
         if before is not None and checkpoints is run.checkpoints:
             written = save_seconds(checkpoints.folder / str(before))
-            self._limit.note_save(max(written, checkpoints.sending_seconds))
+            self._limit.note_save(written + checkpoints.store.seconds)
 
     def save_good(
         self,

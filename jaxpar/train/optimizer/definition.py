@@ -44,6 +44,7 @@ class Optimizer:
       by_matrix: whether its state has the dims of a matrix's sides taken together.
       whole_matrices: how many arrays as large as a hidden matrix, whole on every device, its step
         works with.
+      averages_steps: whether what is evaluated is an average of steps.
       origin: who chose it, once `as_optimizer` has added what a config asks of a step beside it;
         empty until then.
     """
@@ -58,6 +59,7 @@ class Optimizer:
     stays_finite: bool = False
     by_matrix: bool = False
     whole_matrices: int = 0
+    averages_steps: bool = False
     origin: Literal["", "config", "program"] = ""
 
     def state_arrays(self, params: Params, axes: Params) -> PyTree:

@@ -24,6 +24,7 @@ from jaxpar.parallel.host_memory import in_host_memory, on_device, on_host
 from jaxpar.train.optimizer.definition import Optimizer, in_host_memory_of
 from jaxpar.train.optimizer.state_layout import StateArray
 from jaxpar.train.optimizer.updated_part import (
+    Part,
     Scale,
     UpdatedPart,
     gather_params,
@@ -34,26 +35,16 @@ from jaxpar.train.optimizer.updated_part import (
 Shape = jax.ShapeDtypeStruct
 
 
-def update_on_host(
-    params: Params,
-    opt_state: optax.OptState,
-    grads: Params,
-    scale: Scale,
-    axes: Params,
-    optimizer: Optimizer,
-    plan: Plan,
-) -> UpdatedPart:
+def update_on_host(part: Part, scale: Scale, optimizer: Optimizer, plan: Plan) -> UpdatedPart:
     """Return the new parameters and state of some parts, each in the memory where the old one was.
 
-    Args:
-      params: the parameters. Those on the device go down and come up, those in host memory stay.
-      opt_state: their state, as `pack_moments` returns it.
-      grads: their gradients, summed over tokens.
-      scale: what to multiply them by, and whether the step is made.
-      axes: the logical axes of the parameters.
-      optimizer: the optimizer, which `require_host_update` has accepted.
-      plan: the plan.
+    Parameters on the device go down and come up, those in host memory stay. The optimizer is one
+    that `require_host_update` has accepted.
     """
+    params = part.params
+    opt_state = part.opt_state
+    grads = part.grads
+    axes = part.axes
     away = in_host_memory_of(optimizer, opt_state, params, axes, plan)
     params_away = jax.tree.map(in_host_memory, params)
     split_further = plan.mesh_axes("state_embed") != plan.mesh_axes("embed")
@@ -74,7 +65,8 @@ def update_on_host(
         def compute(
             params: Params, opt_state: optax.OptState, grads: Params, scale: Scale
         ) -> tuple[Params, optax.OptState, Array]:
-            new = update_arrays(params, opt_state, grads, scale, axes, optimizer, plan)
+            here = Part(params, opt_state, grads, axes)
+            new = update_arrays(here, scale, optimizer, plan)
             return new.params, new.opt_state, jnp.stack(new.overflows)
 
         arguments = jax.tree.map(on_host, (params, opt_state, grads, scale))

@@ -1,67 +1,154 @@
-"""The optimizers that a config names, each made from optax with its settings.
+"""The optimizers that a config names, each made from optax with its settings, to which a program
+adds its own by a decorator.
 
-Parameters are stacked over layers. Each of these treats each layer's arrays by themselves, so that
+Parameters are stacked over layers. Each of ours treats each layer's arrays by themselves, so that
 a model's parts, or its layers, may be updated one after another.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import optax
 
 from jaxpar.base.config import Config
-from jaxpar.base.config import optimizer as settings
-from jaxpar.base.config.optimizer import OptimizerName
-from jaxpar.base.errors import UserError
+from jaxpar.base.config.optimizer import (
+    Adafactor,
+    Adam,
+    AdamW,
+    Lion,
+    Muon,
+    OptimizerSettings,
+    ScheduleFree,
+    Sgd,
+)
+from jaxpar.base.errors import UserError, short
 from jaxpar.base.layout.plan import is_matrix
 from jaxpar.base.layout.sharding import path_name
 from jaxpar.base.layout.specs import is_axes
+from jaxpar.base.registry import OPTIMIZERS, registering
 from jaxpar.models import Params
 from jaxpar.train.optimizer.definition import Optimizer, decay_mask
 from jaxpar.train.optimizer.learning_rate import learning_rate
 from jaxpar.train.optimizer.per_matrix import hidden_matrices, muon_dimensions, per_matrix
 from jaxpar.train.optimizer.state_layout import few_of
 
-_Maker = Callable[[Any, optax.Schedule, Params], optax.GradientTransformation]
+Make = Callable[[Any, optax.Schedule, Params], optax.GradientTransformation]
+"""Makes an optimizer from its settings, the learning rate by step, and the parameters' logical
+axes.
+"""
+Made = TypeVar("Made", bound=Make)
 
 
 @dataclass(frozen=True)
-class _Named:
-    """How optax makes an optimizer, and what is known of its state.
+class RegisteredOptimizer:
+    """What `optimizer.name` names: see `register_optimizer`."""
 
-    Attributes:
-      make: makes it from its settings, the learning rate by step, and the parameters' logical axes.
-      first_moments, starts_at_zero, stays_finite, by_matrix, whole_matrices: see `Optimizer`.
+    make: Make
+    settings: type[OptimizerSettings]
+    first_moments: tuple[str, ...]
+    by_layer: bool
+    starts_at_zero: bool
+    stays_finite: bool
+    by_matrix: bool
+    whole_matrices: int
+    averages_steps: bool
+    contrib: tuple[str, ...]
+    arguments: tuple[str, ...]
+
+
+def register_optimizer(
+    name: str,
+    settings: type[OptimizerSettings] = OptimizerSettings,
+    *,
+    first_moments: tuple[str, ...] = (),
+    by_layer: bool = False,
+    starts_at_zero: bool = False,
+    stays_finite: bool = False,
+    by_matrix: bool = False,
+    whole_matrices: int = 0,
+    averages_steps: bool = False,
+    contrib: tuple[str, ...] = (),
+    arguments: tuple[str, ...] = (),
+) -> Callable[[Made], Made]:
+    """Register a function that makes an optimizer, as a word of `optimizer.name`.
+
+        @dataclass(frozen=True)
+        class Momentum(OptimizerSettings):
+            beta: Decay = 0.9
+
+        @register_optimizer("mine", Momentum, first_moments=("trace",))
+        def mine(settings, rate, axes):
+            return optax.sgd(rate, settings.beta)
+
+    A config gives the numbers of one that a program registered in `[optimizer.own]`; each of ours
+    has a table of its name. Where its state lies follows from its parameters.
+
+    Args:
+      name: the word.
+      settings: the frozen dataclass of its settings, whose fields have defaults, and ranges beside
+        their types.
+      first_moments: the names of the fields of its state that are first moments, which
+        `precision.moments` may store in bfloat16.
+      by_layer: whether it treats each layer's arrays by themselves, which state and parameters in
+        host memory ask for.
+      starts_at_zero: whether its state begins with zeros only.
+      stays_finite: whether finite gradients leave its state finite.
+      by_matrix: whether its state has the dims of a matrix's sides taken together.
+      whole_matrices: how many arrays as large as a hidden matrix, whole on every device, its step
+        works with.
+      averages_steps: whether what is evaluated is an average of steps, in place of a decay of the
+        rate.
       contrib: what it takes from `optax.contrib`, which not every version has.
       arguments: arguments of the first of these, likewise.
+
+    Returns:
+      The decorator, for a function of the settings, of the learning rate by step and of the
+      parameters' logical axes that returns an `optax.GradientTransformation`.
+
+    Raises:
+      UserError: the name is no word, or the settings are no dataclass of settings with defaults;
+        and the decorator, where the function cannot be called so, or the name is taken.
     """
+    _require_settings(name, settings)
+    entry_of = functools.partial(
+        RegisteredOptimizer,
+        settings=settings,
+        first_moments=first_moments,
+        by_layer=by_layer,
+        starts_at_zero=starts_at_zero,
+        stays_finite=stays_finite,
+        by_matrix=by_matrix,
+        whole_matrices=whole_matrices,
+        averages_steps=averages_steps,
+        contrib=contrib,
+        arguments=arguments,
+    )
+    return registering(OPTIMIZERS, name, entry_of, ("settings", "rate", "axes"))
 
-    make: _Maker
-    first_moments: tuple[str, ...] = ()
-    starts_at_zero: bool = True
-    stays_finite: bool = True
-    by_matrix: bool = False
-    whole_matrices: int = 0
-    contrib: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = ()
 
-
-_OPTIMIZERS: dict[str, _Named] = {}
-
-
-def _optimizer(name: OptimizerName, **known: Any) -> Callable[[_Maker], _Maker]:
-    """Return the decorator of a function that makes the optimizer of this name."""
-
-    def register(make: _Maker) -> _Maker:
-        _OPTIMIZERS[name] = _Named(make, **known)
-        return make
-
-    return register
+def _require_settings(name: str, schema: type[OptimizerSettings]) -> None:
+    """Refuse what is no frozen dataclass of settings, each with a default."""
+    if not (isinstance(schema, type) and issubclass(schema, OptimizerSettings)):
+        raise UserError(
+            f"the settings of optimizer.name {name!r} are {short(schema)}: give a frozen dataclass "
+            "derived from OptimizerSettings"
+        )
+    required = [
+        one.name
+        for one in dataclasses.fields(schema)
+        if one.default is one.default_factory is dataclasses.MISSING
+    ]
+    if required:
+        raise UserError(
+            f"the settings of optimizer.name {name!r} have no default for {required[0]}: give one"
+        )
 
 
 def config_optimizer(config: Config) -> Optimizer:
@@ -77,14 +164,14 @@ def config_optimizer(config: Config) -> Optimizer:
       UserError: this version of optax has it not, or not with these settings.
     """
     name = config.optimizer.name
-    named = _OPTIMIZERS[name]
+    named: RegisteredOptimizer = OPTIMIZERS[name]
     _require_optax(name, named)
     chosen = config.optimizer.settings
     rate = learning_rate(config.train)
     return Optimizer(
         name,
         lambda axes: named.make(chosen, rate, axes),
-        by_layer=True,
+        by_layer=named.by_layer,
         clip_norm=config.train.clip_norm,
         learning_rate=rate,
         first_moments=named.first_moments,
@@ -92,10 +179,11 @@ def config_optimizer(config: Config) -> Optimizer:
         stays_finite=named.stays_finite,
         by_matrix=named.by_matrix,
         whole_matrices=named.whole_matrices,
+        averages_steps=named.averages_steps,
     )
 
 
-def _require_optax(name: str, named: _Named) -> None:
+def _require_optax(name: str, named: RegisteredOptimizer) -> None:
     """Raise a UserError where this version of optax has not what an optimizer is made from."""
     missing = [one for one in named.contrib if not hasattr(optax.contrib, one)]
     if named.contrib and not missing:
@@ -108,9 +196,11 @@ def _require_optax(name: str, named: _Named) -> None:
         )
 
 
-@_optimizer("adamw", first_moments=("mu",))
+@register_optimizer(
+    "adamw", AdamW, first_moments=("mu",), by_layer=True, starts_at_zero=True, stays_finite=True
+)
 def _adamw(
-    chosen: settings.AdamW | settings.Muon, rate: optax.Schedule, axes: Params
+    chosen: AdamW | Muon, rate: optax.Schedule, axes: Params
 ) -> optax.GradientTransformation:
     """Make AdamW with decay on matrices only."""
     return optax.adamw(
@@ -123,17 +213,17 @@ def _adamw(
     )
 
 
-@_optimizer("adam", first_moments=("mu",))
-def _adam(
-    chosen: settings.Adam, rate: optax.Schedule, axes: Params
-) -> optax.GradientTransformation:
+@register_optimizer(
+    "adam", Adam, first_moments=("mu",), by_layer=True, starts_at_zero=True, stays_finite=True
+)
+def _adam(chosen: Adam, rate: optax.Schedule, axes: Params) -> optax.GradientTransformation:
     return optax.adam(rate, chosen.beta1, chosen.beta2, chosen.eps)
 
 
-@_optimizer("lion", first_moments=("mu",))
-def _lion(
-    chosen: settings.Lion, rate: optax.Schedule, axes: Params
-) -> optax.GradientTransformation:
+@register_optimizer(
+    "lion", Lion, first_moments=("mu",), by_layer=True, starts_at_zero=True, stays_finite=True
+)
+def _lion(chosen: Lion, rate: optax.Schedule, axes: Params) -> optax.GradientTransformation:
     return optax.lion(
         rate,
         chosen.beta1,
@@ -143,17 +233,26 @@ def _lion(
     )
 
 
-@_optimizer("sgd", first_moments=("trace",))
-def _sgd(chosen: settings.Sgd, rate: optax.Schedule, axes: Params) -> optax.GradientTransformation:
+@register_optimizer(
+    "sgd", Sgd, first_moments=("trace",), by_layer=True, starts_at_zero=True, stays_finite=True
+)
+def _sgd(chosen: Sgd, rate: optax.Schedule, axes: Params) -> optax.GradientTransformation:
     return optax.chain(
         optax.add_decayed_weights(chosen.weight_decay, decay_mask(axes)),
         optax.sgd(rate, chosen.momentum or None, chosen.nesterov),
     )
 
 
-@_optimizer("adafactor", first_moments=("ema",), stays_finite=False, by_matrix=True)
+@register_optimizer(
+    "adafactor",
+    Adafactor,
+    first_moments=("ema",),
+    by_layer=True,
+    starts_at_zero=True,
+    by_matrix=True,
+)
 def _adafactor(
-    chosen: settings.Adafactor, rate: optax.Schedule, axes: Params
+    chosen: Adafactor, rate: optax.Schedule, axes: Params
 ) -> optax.GradientTransformation:
     """Make Adafactor for each layer's matrices, with decoupled decay at the learning rate."""
     each = optax.adafactor(
@@ -173,17 +272,17 @@ def _adafactor(
     return optax.chain(per_matrix(each, axes), decay)
 
 
-@_optimizer(
+@register_optimizer(
     "muon",
+    Muon,
     first_moments=("mu",),
-    starts_at_zero=False,
+    by_layer=True,
+    stays_finite=True,
     whole_matrices=3,  # Newton-Schulz: the matrix, its product with its square, and their sum
     contrib=("muon", "MuonDimensionNumbers"),
     arguments=("consistent_rms",),
 )
-def _muon(
-    chosen: settings.Muon, rate: optax.Schedule, axes: Params
-) -> optax.GradientTransformation:
+def _muon(chosen: Muon, rate: optax.Schedule, axes: Params) -> optax.GradientTransformation:
     """Make Muon for the matrices of the blocks, and AdamW for everything else."""
     labels = jax.tree.map(
         lambda dims: "adamw" if dims is None else "muon",
@@ -204,14 +303,15 @@ def _muon(
     return optax.partition({"muon": hidden, "adamw": _adamw(chosen, rate, axes)}, labels)
 
 
-@_optimizer(
+@register_optimizer(
     "schedule_free",
-    starts_at_zero=False,
-    stays_finite=False,
+    ScheduleFree,
+    by_layer=True,
+    averages_steps=True,
     contrib=("schedule_free", "schedule_free_eval_params"),
 )
 def _schedule_free(
-    chosen: settings.ScheduleFree, rate: optax.Schedule, axes: Params
+    chosen: ScheduleFree, rate: optax.Schedule, axes: Params
 ) -> optax.GradientTransformation:
     """Make Schedule-Free AdamW with decay on matrices only."""
     steps = optax.chain(
@@ -239,9 +339,8 @@ def decay_note(config: Config, axes: Params) -> str:
     ]
     if not decayed or not unnamed:
         return ""
-    name = config.optimizer.name
     return (
-        f"optimizer.{name}.weight_decay={config.optimizer.weight_decay:g} takes "
+        f"{config.optimizer.table}.weight_decay={config.optimizer.weight_decay:g} takes "
         f"{few_of(unnamed)} for matrices, whose dims have no names: one that stacks vectors "
         "needs a dim with the name `layers`, and then does not decay"
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -27,8 +26,9 @@ from jaxpar.base.layout.sharding import Axes
 from jaxpar.kernels.weight_forms import NOfM
 from jaxpar.models import Batch, Model, Params
 from jaxpar.models.sparsity import matrix_split
+from jaxpar.parallel.domino import LayerInfo, Places
 from jaxpar.parallel.linear.weight_view import WeightView
-from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.ops import Ops, WrappedOps
 from jaxpar.parallel.zigzag import in_order
 from jaxpar.train.optimizer.ranks import largest
 
@@ -50,20 +50,23 @@ class Target(NamedTuple):
     form: NOfM | None = None
 
 
-@dataclass(frozen=True)
-class _NormOps(Ops):
-    """The ops of a model that also add up the squares of what each matrix multiplies."""
+class _NormOps(WrappedOps):
+    """The ops of one run of a block, which also add up the squares of what each matrix
+    multiplies.
+    """
 
-    squares: dict[str, Array] = field(default_factory=dict, hash=False, compare=False)
+    def __init__(self, ops: Ops):
+        super().__init__(ops)
+        self.squares: dict[str, Array] = {}
 
-    def column_linear(self, x_BSD: Array, weights: Any, *args: Any, **kwargs: Any) -> Any:
+    def column_linear(self, x_BSD: Array, weights: Any, axes: Any, *rest: Any, **named: Any) -> Any:
         for weight in weights:
             self._add(weight, x_BSD)
-        return super().column_linear(x_BSD, weights, *args, **kwargs)
+        return super().column_linear(x_BSD, weights, axes, *rest, **named)
 
-    def row_linear(self, h_BSI: Array, weight: Any, *args: Any, **kwargs: Any) -> Array:
+    def row_linear(self, h_BSI: Any, weight: Any, axes: Any, *rest: Any, **named: Any) -> Array:
         self._add(weight, h_BSI)
-        return super().row_linear(h_BSI, weight, *args, **kwargs)
+        return super().row_linear(h_BSI, weight, axes, *rest, **named)
 
     def _add(self, weight: Any, x: Array) -> None:
         if isinstance(weight, WeightView):
@@ -97,8 +100,6 @@ def prune_once(
         text.
     """
     names = _targets(model, target, criterion)
-    squares = dict[str, Array]()
-    watched = model.with_config(model.config, lambda plan: _NormOps(plan, squares=squares))
     text = [in_order(batch, plan, plan.context.strategy) for batch in batches]
     if not text:
         raise UserError("pruning needs text to look at, and was given no batch")
@@ -111,12 +112,11 @@ def prune_once(
     def run(
         layer: Params, x_BSD: Array, batch: Batch, kind: int, number: Array
     ) -> tuple[Array, dict[str, Array]]:
-        squares.clear()
-        places = batch["positions"]
-        y_BSD, _ = watched.block(
-            layer, x_BSD, places, batch.get("segments"), plan, kind=kind, number=number
-        )
-        return y_BSD, dict(squares)
+        ops = _NormOps(model.ops(plan))
+        places = Places(batch["positions"], batch.get("segments"))
+        info = LayerInfo(kind=kind, number=number)
+        y_BSD, _ = model.block(layer, x_BSD, places, plan, info, ops)
+        return y_BSD, ops.squares
 
     @jax.jit
     def pruned(layer: Params, total: dict[str, Array]) -> Params:

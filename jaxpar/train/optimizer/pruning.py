@@ -96,9 +96,9 @@ def with_pruning(optimizer: Optimizer, config: Config, plan: Plan | None = None)
     pruning = config.pruning
     if pruning.method == "none":
         return optimizer
-    if optimizer.name == "schedule_free":
+    if optimizer.averages_steps:
         raise UserError(
-            f"pruning.method={pruning.method} with optimizer.name=schedule_free: an average of "
+            f"pruning.method={pruning.method} with optimizer.name={optimizer.name}: an average of "
             "steps is zero only where all of them were: try adamw"
         )
 

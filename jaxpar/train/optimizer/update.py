@@ -31,7 +31,13 @@ from jaxpar.parallel.host_memory import in_host_memory, on_device, on_host
 from jaxpar.train.optimizer.definition import Optimizer, in_host_memory_of, require_runnable
 from jaxpar.train.optimizer.host_update import update_on_host
 from jaxpar.train.optimizer.state_layout import param_trees, with_param_trees
-from jaxpar.train.optimizer.updated_part import Scale, UpdatedPart, gather_params, update_arrays
+from jaxpar.train.optimizer.updated_part import (
+    Part,
+    Scale,
+    UpdatedPart,
+    gather_params,
+    update_arrays,
+)
 
 
 class Updated(NamedTuple):
@@ -52,15 +58,7 @@ class Updated(NamedTuple):
     overflows: Int[Array, ""]
 
 
-def update(
-    params: Params,
-    opt_state: optax.OptState,
-    grads: Params,
-    sums: LossSums,
-    axes: Params,
-    optimizer: Optimizer,
-    plan: Plan,
-) -> Updated:
+def update(part: Part, sums: LossSums, optimizer: Optimizer, plan: Plan) -> Updated:
     """Make one step of the optimizer in float32, unless the loss or the gradients' norm is not
     finite.
 
@@ -71,18 +69,19 @@ def update(
     pass; the count is a sum over devices, as the norm is.
 
     Args:
-      params: those that are trained, by part of the model, with `blocks` stacked over layers.
-      opt_state: the optimizer's state, as `pack_moments` returns it.
-      grads: the gradients, summed over the tokens that counted.
-      sums: the loss's sums, over the same tokens.
-      axes: the logical axes of the parameters.
+      part: all that is trained.
+      sums: the loss's sums, over the tokens that the gradients are summed over.
       optimizer: the optimizer.
-      plan: the plan.
+      plan: how the arrays lie on the mesh.
 
     Raises:
-      UserError: see `require_runnable`.
+      UserError: the optimizer cannot be run with this plan (`require_runnable`).
     """
     require_runnable(optimizer, plan)
+    params = part.params
+    opt_state = part.opt_state
+    grads = part.grads
+    axes = part.axes
     streamed = [name for name in params if plan.streams and is_stacked(params[name], axes[name])]
     rest = [name for name in params if name not in streamed]
     # On CPU `order_token_after` puts a loop over layers after all sums over devices, and what
@@ -109,15 +108,13 @@ def update(
     for names in groups:
         of_part = [_parts(tree, names) for tree in trees]
         run = _way_to_update(set(names) <= set(streamed), plan)
-        done = run(
+        group = Part(
             _parts(params, names),
             with_param_trees(transformation, opt_state, of_part),
             _parts(grads, names),
-            ready_after(scale, order_token),
             _parts(axes, names),
-            optimizer,
-            plan,
         )
+        done = run(group, ready_after(scale, order_token), optimizer, plan)
         new |= done.params
         updated = param_trees(transformation, done.opt_state)
         for tree, more in zip(new_trees, updated, strict=True):
@@ -127,7 +124,7 @@ def update(
         order_token = order_token_after(
             order_token,
             jax.tree.map(on_device, done.params),
-            _parts(axes, names),
+            group.axes,
             plan,
         )
     return Updated(
@@ -148,7 +145,9 @@ def _scale(norm: Array, sums: LossSums, optimizer: Optimizer) -> Scale:
     return Scale(clip / sums.tokens, jnp.isfinite(norm) & jnp.isfinite(sums.nll))
 
 
-def _way_to_update(is_streamed: bool, plan: Plan) -> Callable[..., UpdatedPart]:
+def _way_to_update(
+    is_streamed: bool, plan: Plan
+) -> Callable[[Part, Scale, Optimizer, Plan], UpdatedPart]:
     """The function that updates a group of parts: on the host, a layer at a time, or all at
     once.
     """
@@ -177,16 +176,12 @@ def _parts(tree: PyTree, names: Sequence[str]) -> PyTree:
     return {name: tree[name] for name in names}
 
 
-def _update_part(
-    params: Params,
-    opt_state: optax.OptState,
-    grads: Params,
-    scale: Scale,
-    axes: Params,
-    optimizer: Optimizer,
-    plan: Plan,
-) -> UpdatedPart:
-    """Return the new parameters and state of some parts."""
+def _update_part(part: Part, scale: Scale, optimizer: Optimizer, plan: Plan) -> UpdatedPart:
+    """Update some parts on the device, all of their layers at once."""
+    params = part.params
+    opt_state = part.opt_state
+    grads = part.grads
+    axes = part.axes
     host = in_host_memory_of(optimizer, opt_state, params, axes, plan)
     # ZeRO-1: where the optimizer's state is split over more devices than the parameters, each
     # device updates its piece.
@@ -198,15 +193,13 @@ def _update_part(
             stored,
             axes,
         )
-    done = update_arrays(
+    here = Part(
         stored,
         jax.tree.map(on_device, opt_state),
         jax.tree.map(on_device, grads),
-        scale,
         axes,
-        optimizer,
-        plan,
     )
+    done = update_arrays(here, scale, optimizer, plan)
     new = done.params
     if split_further:
         new = gather_params(new, axes, plan)
@@ -218,16 +211,12 @@ def _update_part(
     return UpdatedPart(new, state, sum(done.overflows, start=jnp.int32(0)))
 
 
-def _update_by_layer(
-    params: Params,
-    opt_state: optax.OptState,
-    grads: Params,
-    scale: Scale,
-    axes: Params,
-    optimizer: Optimizer,
-    plan: Plan,
-) -> UpdatedPart:
-    """Do the same a layer at a time, each stage with its own layers."""
+def _update_by_layer(part: Part, scale: Scale, optimizer: Optimizer, plan: Plan) -> UpdatedPart:
+    """Update some parts on the device, a layer at a time, each stage with its own layers."""
+    params = part.params
+    opt_state = part.opt_state
+    grads = part.grads
+    axes = part.axes
     transformation = optimizer.make(axes)
     trees = param_trees(transformation, opt_state)
     no_trees: list[PyTree] = [()] * len(trees)
@@ -244,15 +233,13 @@ def _update_by_layer(
         def body(carry: Any, i: Array) -> tuple[Any, None]:
             kept, _, overflows = carry
             layer, layer_trees = jax.tree.map(lambda x: _layer(x, i), kept)
-            done = _update_part(
+            one = Part(
                 layer,
                 with_param_trees(transformation, scalars, layer_trees),
                 jax.tree.map(lambda x: _layer(x, i), grads),
-                scale,
                 axes,
-                optimizer,
-                of_layer,
             )
+            done = _update_part(one, scale, optimizer, of_layer)
             new = done.params
             if plan.parameters == "offload":
                 new = jax.tree.map(on_host, new)

@@ -25,6 +25,22 @@ class Scale(NamedTuple):
     finite: Array
 
 
+class Part(NamedTuple):
+    """Some parts of a model, or one of their layers, with what they are updated by.
+
+    Attributes:
+      params: the parameters, by part of the model, with `blocks` stacked over layers.
+      opt_state: the optimizer's state of them, as `pack_moments` returns it.
+      grads: their gradients, summed over the tokens that counted.
+      axes: their logical axes.
+    """
+
+    params: Params
+    opt_state: optax.OptState
+    grads: Params
+    axes: Params
+
+
 class UpdatedPart(NamedTuple):
     """Some parts of a model, or one of their layers, after a step."""
 
@@ -49,31 +65,15 @@ class NewArrays(NamedTuple):
     overflows: tuple[Int[Array, ""], ...]
 
 
-def update_arrays(
-    params: Params,
-    opt_state: optax.OptState,
-    grads: Params,
-    scale: Scale,
-    axes: Params,
-    optimizer: Optimizer,
-    plan: Plan,
-) -> NewArrays:
-    """Return the new parameters and state of some parts, all of which lie in one memory.
-
-    Args:
-      params: the parameters, laid out as the state is.
-      opt_state: their state, as `pack_moments` returns it.
-      grads: their gradients, summed over tokens.
-      scale: what to multiply them by, and whether the step is made.
-      axes: the logical axes of the parameters.
-      optimizer: the optimizer.
-      plan: the plan.
+def update_arrays(part: Part, scale: Scale, optimizer: Optimizer, plan: Plan) -> NewArrays:
+    """Return the new parameters and state of some parts, all of which lie in one memory, the
+    parameters as the state does.
     """
-    factor, finite = scale
-    grads = jax.tree.map(
-        lambda g: g.astype(jnp.float32) * factor,
-        grads,
-    )
+    params = part.params
+    opt_state = part.opt_state
+    axes = part.axes
+    finite = scale.finite
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32) * scale.factor, part.grads)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     float32 = opt_state
     if plan.moments != "float32":
@@ -105,12 +105,8 @@ def update_arrays(
 
 
 def gather_params(updated: Params, axes: Params, plan: Plan) -> Params:
-    """Gather updated parameters from the layout of the optimizer's state to their own layout.
-
-    Args:
-      updated: the new parameters, laid out as the state is, on the device.
-      axes: the logical axes of the parameters.
-      plan: the plan.
+    """Gather updated parameters, on the device, from the layout of the optimizer's state to their
+    own.
     """
     stored = jax.tree.map(state_axes, axes, is_leaf=is_axes)
 

@@ -1,21 +1,12 @@
 """What lies in a folder, loaded on any mesh: a run's state, or the weights of a run, a Hugging Face
 folder or a PEFT adapter; and the one made into the other.
 
-Read `beside` first: what is saved with a state. `which_step` chooses a checkpoint that is whole,
+Read `metadata` first: what is saved with a state. `which_step` chooses a checkpoint that is whole,
 `trained_state` reads what it has, and `load` puts that together with frozen weights, and loads the
 weights of any folder, whose model `folder_model` knows. `convert` imports and exports, and
 `python_overrides` says what of a run a program had given.
 """
 
-from jaxpar.train.restore.beside import (
-    OPTIMIZER_FINGERPRINT,
-    TEACHER,
-    beside_state,
-    fingerprint,
-    saved_hooks,
-    saved_part,
-    sum_of_bits,
-)
 from jaxpar.train.restore.convert import (
     config_of,
     export_run,
@@ -39,13 +30,21 @@ from jaxpar.train.restore.load import (
     restore_hook,
     restore_state,
 )
+from jaxpar.train.restore.metadata import (
+    OPTIMIZER_FINGERPRINT,
+    TEACHER,
+    fingerprint,
+    saved_hooks,
+    saved_part,
+    state_metadata,
+    sum_of_bits,
+)
 from jaxpar.train.restore.python_overrides import given_notes
 
 __all__ = [
     "OPTIMIZER_FINGERPRINT",
     "TEACHER",
     "adapters_of",
-    "beside_state",
     "config_of",
     "drop_stages",
     "export_run",
@@ -66,5 +65,6 @@ __all__ = [
     "same_folder",
     "saved_hooks",
     "saved_part",
+    "state_metadata",
     "sum_of_bits",
 ]

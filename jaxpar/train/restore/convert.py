@@ -26,9 +26,9 @@ from jaxpar.models.hf.compressed import export_compressed
 from jaxpar.models.hf.export import export_hf
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment
-from jaxpar.train.restore.beside import beside_state, fingerprint, saved_part
 from jaxpar.train.restore.folder_model import adapters_of, frozen_folder, model_of
 from jaxpar.train.restore.load import drop_stages, load_params, load_run
+from jaxpar.train.restore.metadata import fingerprint, saved_part, state_metadata
 from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.runs.checkpoints import warn
 from jaxpar.train.runs.folder.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
@@ -212,8 +212,9 @@ def keep_import(experiment: Experiment, params: Params, source: Path, target: Pa
             lock.require,
             seconds=longest_save(state),
         )
-        beside = beside_state(experiment, None, None, fingerprint(model, state.params), step=0)
-        checkpoints.save(0, saved_part(state, model), beside, None)
+        frozen = fingerprint(model, state.params)
+        metadata = state_metadata(experiment, None, None, frozen, step=0)
+        checkpoints.save(0, saved_part(state, model), metadata, None)
         checkpoints.close()
 
 

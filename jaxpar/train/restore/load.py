@@ -22,17 +22,17 @@ from jaxpar.models.hidden import PROJECTIONS
 from jaxpar.models.views import fold_views
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import with_projections
-from jaxpar.train.restore.beside import (
+from jaxpar.train.restore.folder_model import model_of, require_model
+from jaxpar.train.restore.metadata import (
     FROZEN,
     OF_HOOKS,
     OPTIMIZER,
     ORDER,
     PARTS,
     fingerprint,
-    read_beside,
+    read_metadata,
     require_step,
 )
-from jaxpar.train.restore.folder_model import model_of, require_model
 from jaxpar.train.restore.trained_state import (
     require_no_average,
     require_optimizer,
@@ -43,6 +43,7 @@ from jaxpar.train.restore.which_step import read_whole_step
 from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.run_folder import is_run, read_run_config
+from jaxpar.train.runs.stores import StoreOf, store_of
 from jaxpar.train.state import TrainState
 from jaxpar.train.step import evaluation_params, init_state
 
@@ -141,7 +142,9 @@ def drop_stages(plan: Plan) -> Plan:
     return replace(plan, rules=rules, parameters="device", optimizer="device")
 
 
-def load_run(folder: Path, step: int, experiment: Experiment) -> tuple[int, Params]:
+def load_run(
+    folder: Path, step: int, experiment: Experiment, store: StoreOf = store_of
+) -> tuple[int, Params]:
     """Load the parameters of a run's checkpoint. The optimizer's state is not read.
 
     A checkpoint that is damaged is left out, and said, and the one that is chosen without it is
@@ -151,6 +154,7 @@ def load_run(folder: Path, step: int, experiment: Experiment) -> tuple[int, Para
       folder: the run folder.
       step: the step of the checkpoint; 0 = the best, or the newest where none was evaluated.
       experiment: its model, on a plan of any mesh.
+      store: makes the store that keeps the checkpoints, where the run has one of its own.
 
     Returns:
       The step, and the parameters on the mesh.
@@ -164,7 +168,7 @@ def load_run(folder: Path, step: int, experiment: Experiment) -> tuple[int, Para
         state, _ = restore_state(checkpoints, chosen, experiment, whole=False)
         return state.params
 
-    return read_whole_step(folder, step, read)
+    return read_whole_step(folder, step, read, store)
 
 
 def restore_state(
@@ -189,7 +193,7 @@ def restore_state(
     """
     config = experiment.config
     model = experiment.model
-    data = read_beside(checkpoints, step, config.model.layers)
+    data = read_metadata(checkpoints, step, config.model.layers)
     place = checkpoints.folder / str(step)
     require_parts(model, data.get(PARTS) or {}, place)
     if whole:
@@ -230,7 +234,7 @@ def restore_hook(checkpoints: Checkpoints, step: int, experiment: Experiment, ho
     Raises:
       UserError: they cannot be read, or are of another model.
     """
-    order = read_beside(checkpoints, step, experiment.config.model.layers).get(ORDER)
+    order = read_metadata(checkpoints, step, experiment.config.model.layers).get(ORDER)
     return restore_trained(checkpoints, step, experiment, order, whole=False, hook=hook).params
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from jaxpar.base.errors import read_json
 from jaxpar.train.optimizer.given_optimizer import GIVEN
-from jaxpar.train.restore.beside import OPTIMIZER, PARTS
+from jaxpar.train.restore.metadata import OPTIMIZER, PARTS
+from jaxpar.train.runs.folder.orbax_names import DATA_FILE
 from jaxpar.train.runs.folder.run_folder import finished_steps, read_run_config
+from jaxpar.train.runs.folder.steps import CHECKPOINTS
 
 _KINDS = {OPTIMIZER: str | None, PARTS: dict[str, str] | None}
 
@@ -32,18 +34,18 @@ def given_notes(folder: Path) -> list[str]:
     steps = finished_steps(folder)
     if not steps:
         return []
-    file = folder / "checkpoints" / str(steps[-1]) / "data" / "metadata"
-    beside = read_json(file, _KINDS) if file.exists() else {}
+    file = folder / CHECKPOINTS / str(steps[-1]) / DATA_FILE
+    metadata = read_json(file, _KINDS) if file.exists() else {}
     config = read_run_config(folder)
     notes = []
-    if beside.get(OPTIMIZER) == GIVEN:
+    if metadata.get(OPTIMIZER) == GIVEN:
         notes.append(
             f"{folder} was trained with an optimizer that a program gave, and a command takes its "
             f"config's, optimizer.name={config.optimizer.name}: what is said of the optimizer's "
             "state, its memory and its update is not that run's; from Python, give make_experiment "
             "the optimizer="
         )
-    parts = beside.get(PARTS)
+    parts = metadata.get(PARTS)
     if parts:
         named = ", ".join(f"{part}={name}" for part, name in parts.items())
         notes.append(

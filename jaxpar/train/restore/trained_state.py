@@ -19,7 +19,7 @@ from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.optimizer.given_optimizer import GIVEN, saved_name
-from jaxpar.train.restore.beside import OF_HOOKS, saved_part
+from jaxpar.train.restore.metadata import OF_HOOKS, saved_part
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.state import TrainState, state_shapes
 from jaxpar.train.step import reorder_state

@@ -15,10 +15,9 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.process.multihost import number_from_first, run_together, told_by_first
 from jaxpar.train.runs.checkpoints import Checkpoints, warn
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint
-from jaxpar.train.runs.folder.run_folder import finished_steps
 from jaxpar.train.runs.folder.run_identity import require_tokenizer_files
 from jaxpar.train.runs.folder.steps import CHECKPOINTS
-from jaxpar.train.runs.locks.in_use import in_use
+from jaxpar.train.runs.stores import StoreOf, store_of
 
 Read = TypeVar("Read")
 _TRIES = 100
@@ -28,7 +27,10 @@ _REMOVAL_SECONDS = 2.0
 
 
 def read_whole_step(
-    folder: Path, step: int, read: Callable[[Checkpoints, int], Read]
+    folder: Path,
+    step: int,
+    read: Callable[[Checkpoints, int], Read],
+    store: StoreOf = store_of,
 ) -> tuple[int, Read]:
     """Read a checkpoint of a run that is not damaged. All processes must call this together.
 
@@ -40,6 +42,7 @@ def read_whole_step(
       folder: the run folder.
       step: the step of the checkpoint; 0 = the best, or the newest where none was evaluated.
       read: reads a step of the run's checkpoints.
+      store: makes the store that keeps them.
 
     Returns:
       The step, and what `read` returned.
@@ -48,11 +51,11 @@ def read_whole_step(
       DamagedCheckpoint: the checkpoint of `step` is damaged, or all are.
       UserError: there is no such checkpoint, or it cannot be read.
     """
-    checkpoints = Checkpoints(folder / CHECKPOINTS)
+    checkpoints = Checkpoints(folder / CHECKPOINTS, store=store)
     damaged = set[int]()
     for _ in range(_TRIES):
         chosen = number_from_first(run_together(lambda: _choose(checkpoints, step, damaged)))
-        with in_use(folder, chosen):
+        with checkpoints.store.in_use(chosen):
             problem = _find_damage(checkpoints, chosen)
             if problem is None:
                 try:
@@ -62,7 +65,7 @@ def read_whole_step(
                     if jax.process_count() > 1:
                         raise
                     problem = error
-        if told_by_first(_is_removed(folder, chosen)):
+        if told_by_first(_is_removed(checkpoints, chosen)):
             warn(f"the run in {folder} has removed step {chosen} meanwhile")
         elif step:
             raise problem
@@ -119,10 +122,10 @@ def _choose(checkpoints: Checkpoints, step: int, damaged: Container[int]) -> int
     return left[-1] if best is None else best
 
 
-def _is_removed(folder: Path, step: int) -> bool:
+def _is_removed(checkpoints: Checkpoints, step: int) -> bool:
     """Whether a checkpoint goes away, as one that a run is removing does soon."""
     until = time.monotonic() + _REMOVAL_SECONDS
-    while step in finished_steps(folder):
+    while step in checkpoints.steps():
         if time.monotonic() > until:
             return False
         time.sleep(0.1)

@@ -9,17 +9,15 @@ import re
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jaxpar.base.console import PlainConsole
-from jaxpar.base.errors import Say, UserError, require_local
+from jaxpar.base.errors import Say, UserError
 from jaxpar.base.layout.sharding import PyTree, path_name
-from jaxpar.train.runs.bucket import copy_of
-from jaxpar.train.runs.bucket.copy import NotAsSent
 from jaxpar.train.runs.folder.manifest import (
     MANIFEST,
     DamagedCheckpoint,
@@ -28,9 +26,11 @@ from jaxpar.train.runs.folder.manifest import (
     UnreadCheckpoint,
     require_whole,
 )
-from jaxpar.train.runs.folder.steps import steps_in
+from jaxpar.train.runs.folder.orbax_names import STATE
+from jaxpar.train.runs.folder.steps import DAMAGED, set_aside
 from jaxpar.train.runs.folder.val_losses import Losses, lowest
-from jaxpar.train.runs.orbax_options import Disk, LiteralPath, item_handlers, writing_processes
+from jaxpar.train.runs.orbax_options import LiteralPath, item_handlers, writing_processes
+from jaxpar.train.runs.stores import StoreOf, store_of
 
 
 def warn(line: str) -> None:
@@ -42,34 +42,31 @@ class Checkpoints:
     """The checkpoints of one run, to be read.
 
     Attributes:
-      folder: the folder that has them, each in a folder of its step.
+      store: keeps them.
+      folder: has each of them in a folder of its step, on this machine.
     """
 
-    def __init__(self, folder: Path, say: Say = warn, own_disk: bool = False):
+    def __init__(self, folder: Path, say: Say = warn, store: StoreOf = store_of):
         """Open the checkpoints of a run.
 
         Args:
           folder: the folder that has them, which may be absent.
           say: gets a line about each checkpoint that is damaged or has no manifest.
-          own_disk: whether each process has its part of them on a disk of its own.
+          store: makes the store that keeps what is in the folder.
 
         Raises:
           UserError: the folder is a URL.
         """
-        require_local(folder)
-        self.folder = folder.absolute()
+        self.store = store(folder)
+        self.folder = self.store.folder
         self._say = say
-        self._copy = copy_of(self.folder.parent)
-        self._disk: Disk = "shared" if self._copy is None else "copy"
-        if own_disk:
-            self._disk = "own"
         # Orbax takes a metric with its checkpoint only, and here a step is saved before it is
         # evaluated.
         self._losses = Losses(self.folder, say)
         # Each step is opened by itself, so that a damaged one is no hindrance to another.
         self._reader = ocp.Checkpointer(
-            ocp.CompositeCheckpointHandler(**item_handlers(self._disk)),
-            multiprocessing_options=writing_processes(self._disk),
+            ocp.CompositeCheckpointHandler(**item_handlers(self.store.disk)),
+            multiprocessing_options=writing_processes(self.store.disk),
         )
 
     def latest(self) -> int | None:
@@ -78,7 +75,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return every finished step, sorted."""
-        return steps_in(self.folder)
+        return self.store.steps()
 
     def best(self, without: Container[int] = ()) -> int | None:
         """Return the step with the lowest validation loss, or None.
@@ -104,7 +101,7 @@ class Checkpoints:
         """
         place = self.folder / str(step)
         try:
-            self._complete(step)
+            self.store.read(step)
             found = require_whole(place, step, depth)
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"checkpoint {place} is damaged: {error}", place) from error
@@ -180,13 +177,13 @@ class Checkpoints:
 
     def _saved_form(self, step: int) -> Any:
         """Return names, shapes and dtypes of what a step has, by item."""
-        self._complete(step)
+        self.store.read(step)
         return self._reader.metadata(self._place(step)).item_metadata
 
     def _read(self, step: int, **items: ocp.args.CheckpointArgs) -> Any:
         with self._readable(step):
-            if "state" in items:
-                self._complete(step)
+            if STATE in items:
+                self.store.read(step)
             return self._reader.restore(self._place(step), ocp.args.Composite(**items))
 
     def _place(self, step: int) -> LiteralPath:
@@ -217,15 +214,53 @@ class Checkpoints:
     def _await_save(self) -> None:
         """Wait until what this process saves is there; who only reads saves nothing."""
 
-    def _complete(self, step: int) -> None:
-        """Have the arrays of a step on this machine, where the run is in a bucket."""
-        if self._copy is None:
-            return
+
+class Whole(NamedTuple):
+    """A step that is whole.
+
+    Attributes:
+      step: its number; None = there is none.
+      manifest: that of the step; None = it has none, or this process did not read it.
+    """
+
+    step: int | None = None
+    manifest: Manifest | None = None
+
+
+def find_newest_whole(checkpoints: Checkpoints, say: Say, may_lack: bool = False) -> Whole:
+    """Find the newest step that is whole, and move those aside that are newer. For one process
+    alone.
+
+    Args:
+      checkpoints: those of the run.
+      say: gets a line about each step that was moved.
+      may_lack: whether there may be none although there were some, as others are at hand.
+
+    Returns:
+      The step; none where the run has no checkpoint yet.
+
+    Raises:
+      UserError: all are damaged, or one cannot be read, which may be whole.
+    """
+    folder = checkpoints.folder
+    steps = checkpoints.store.steps()
+    for step in reversed(steps):
         try:
-            self._copy.complete(step)
-        # a bucket that does not answer has not damaged anything
-        except NotAsSent as error:
-            raise DamagedCheckpoint(str(error), self.folder / str(step)) from error
+            return Whole(step, checkpoints.require_whole(step))
+        except DamagedCheckpoint as error:
+            if isinstance(error.__cause__, UnreadCheckpoint):
+                raise UserError(
+                    f"checkpoint {folder / str(step)} cannot be read ({error.__cause__}), and may "
+                    "be whole: start again once its disk answers, or move it away to go on from an "
+                    "earlier one"
+                ) from error
+            say(set_aside(folder / str(step), str(error.__cause__)))
+    if steps and not may_lack:
+        raise UserError(
+            f"no checkpoint of {folder.parent} is whole, and they were moved to its folder "
+            f"{DAMAGED}: bring one back, or start again, which begins the run anew"
+        )
+    return Whole()
 
 
 _OF_TENSORSTORE = re.compile(r"os_error_code='(\d+)'")

@@ -8,8 +8,9 @@ from typing import NamedTuple
 from jaxpar.base.errors import UserError
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint, Depth, bytes_of, require_whole
 from jaxpar.train.runs.folder.run_folder import read_run_config
-from jaxpar.train.runs.folder.steps import CHECKPOINTS, DAMAGED, steps_in
+from jaxpar.train.runs.folder.steps import CHECKPOINTS, DAMAGED
 from jaxpar.train.runs.folder.val_losses import Losses
+from jaxpar.train.runs.stores import CheckpointStore, store_of
 
 
 class CheckpointRow(NamedTuple):
@@ -58,24 +59,25 @@ def list_checkpoints(folder: Path, depth: Depth) -> RunCheckpoints:
       UserError: it is no run folder, or its config is damaged.
     """
     read_run_config(folder)
-    checkpoints = folder / CHECKPOINTS
+    store = store_of(folder / CHECKPOINTS)
     notes = list[str]()
-    losses = Losses(checkpoints, notes.append)
+    losses = Losses(store.folder, notes.append)
     losses.read()
-    found = [
-        _row(checkpoints / str(step), step, losses.known.get(step), depth)
-        for step in steps_in(checkpoints)
-    ]
+    found = [_row(store, step, losses.known.get(step), depth) for step in store.steps()]
     rows = [row for row in found if row is not None]
     aside = sorted((folder / DAMAGED).glob("[0-9]*"))
     return RunCheckpoints(rows, notes, aside)
 
 
-def _row(place: Path, step: int, loss: float | None, depth: Depth) -> CheckpointRow | None:
+def _row(
+    store: CheckpointStore, step: int, loss: float | None, depth: Depth
+) -> CheckpointRow | None:
     """Look at a step; None = it is removed meanwhile."""
+    place = store.folder / str(step)
     problem = ""
     has_manifest = True
     try:
+        store.read(step)
         has_manifest = require_whole(place, step, depth) is not None
     except DamagedCheckpoint as error:
         problem = str(error)

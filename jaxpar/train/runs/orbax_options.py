@@ -1,15 +1,12 @@
-"""What Orbax is given: who writes which files, which checkpoints it keeps, and what of its log is
-heard.
-"""
+"""What Orbax is given: who writes which files, which steps stay, and what of its log is heard."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from glob import glob
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,17 +14,10 @@ import orbax.checkpoint as ocp
 from etils.epath.gpath import PosixGPath
 from orbax.checkpoint.options import MultiprocessingOptions
 
-from jaxpar.base.atomic_write import sync
 from jaxpar.base.process.multihost import number_from_first
-from jaxpar.train.runs.folder.manifest import METADATA
+from jaxpar.train.runs.folder.orbax_names import DATA, STATE
 from jaxpar.train.runs.folder.val_losses import lowest
-from jaxpar.train.runs.locks.in_use import steps_in_use
-
-Disk = Literal["shared", "copy", "own"]
-"""Whose disk a checkpoint is on: one that all processes see; that of a process, which has a copy of
-a run in a bucket with the files that it sends; or that of a process, with all that it holds.
-"""
-
+from jaxpar.train.runs.stores import CheckpointStore, Disk
 
 SLOWEST_BYTES = 1e7
 """The bytes a second that a process writes at the least: 10 MB, a tenth of a slow hard disk."""
@@ -63,12 +53,23 @@ class LiteralPath(PosixGPath):
 
 class Manager(ocp.CheckpointManager):
     """Orbax's manager of checkpoints, which does not ask JAX's preemption service, and which
-    removes old steps only once the new one has reached the disk.
+    removes old steps only once the store keeps the new one.
 
     The service lets all processes stop after the same call, by a number that each gives it and that
     grows: `jaxpar.base.process.preemption.Stop` counts its calls. Orbax would give it the step, and
     a stop that was asked for around a save would wait for that number.
     """
+
+    def __init__(self, store: CheckpointStore, options: ocp.CheckpointManagerOptions):
+        """Open the checkpoints in the folder of a store.
+
+        Args:
+          store: keeps the steps.
+          options: those of Orbax.
+        """
+        self._store = store
+        handlers = item_handlers(store.disk)
+        super().__init__(LiteralPath(store.folder), options=options, item_handlers=handlers)
 
     def reached_preemption(self, step: int) -> bool:
         """Return False: the run itself saves before it stops."""
@@ -77,39 +78,33 @@ class Manager(ocp.CheckpointManager):
     def _finalize_checkpoint(self, step: int) -> None:
         """Orbax calls this in its thread when a step has its name, before it removes others."""
         super()._finalize_checkpoint(step)
-        place = Path(self.directory) / str(step)
-        if place.is_dir():
-            # Its arrays and its manifest were synced under the temporary name. When it was finished
-            # Orbax writes just before it renames the folder.
-            sync(place / METADATA)
-            sync(place)
-            sync(place.parent)
+        if (self._store.folder / str(step)).is_dir():
+            self._store.write(step)
 
 
-class KeepBest:
-    """For Orbax, keeps the checkpoint with the lowest of some losses by step, which grow while the
-    run goes on.
+class Retention:
+    """For Orbax, says which steps a save leaves: the newest, the best, and those that were being
+    read when the first process looked before it. Readers come and go, and all processes must keep
+    the same.
+
+    Attributes:
+      removed: the steps that the save under way removes once it is written.
     """
 
-    def __init__(self, losses: dict[int, float]):
-        self._losses = losses
+    def __init__(self, store: CheckpointStore, newest: int, losses: Mapping[int, float]):
+        """Keep steps.
 
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Return for each checkpoint whether it is the best; Orbax asks this before it removes
-        any.
+        Args:
+          store: knows which steps are being read.
+          newest: how many of the newest are kept.
+          losses: the best is that with the lowest, and they grow while the run goes on; empty =
+            none is kept for its loss.
         """
-        best = lowest(self._losses, [info.step for info in checkpoints])
-        return [info.step == best for info in checkpoints]
-
-
-class KeepRead:
-    """For Orbax, keeps the checkpoints that are being read, as the first process saw it before a
-    save: readers come and go, and all processes must keep the same.
-    """
-
-    def __init__(self, run: Path):
-        self._run = run
+        self._store = store
+        self._newest = newest
+        self._losses = losses
         self._read: list[int] = []
+        self.removed: list[int] = []
 
     def look(self, steps: Sequence[int]) -> None:
         """Look which steps are being read; all processes must call this.
@@ -118,11 +113,23 @@ class KeepRead:
           steps: those that the run has.
         """
         main = jax.process_index() == 0
-        self._read = steps_from_first(sorted(steps_in_use(self._run, steps)) if main else [])
+        self._read = steps_from_first(sorted(self._store.steps_in_use(steps)) if main else [])
+
+    def old(self, steps: Sequence[int], read: Collection[int]) -> list[int]:
+        """Return the steps that are not kept.
+
+        Args:
+          steps: those that the run has, sorted.
+          read: those that are being read.
+        """
+        kept = {*steps[-self._newest :], lowest(self._losses, steps), *read}
+        return [step for step in steps if step not in kept]
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Return for each checkpoint whether a reader has marked it."""
-        return [info.step in self._read for info in checkpoints]
+        """Return for each checkpoint whether it is kept; Orbax asks this at each save."""
+        steps = [info.step for info in checkpoints]
+        self.removed = self.old(steps, self._read)
+        return [step not in self.removed for step in steps]
 
 
 def steps_from_first(steps: Sequence[int]) -> list[int]:
@@ -192,7 +199,7 @@ def item_handlers(disk: Disk) -> dict[str, Any]:
         handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     elif disk == "shared":
         state = ocp.PyTreeCheckpointHandler(multiprocessing_options=processes)
-        return {"state": state, "data": data}
+        return {STATE: state, DATA: data}
     else:
         # of a part that several hold, the first sends its copy; on a disk of its own each needs one
         handler = ocp.type_handlers.ArrayHandler(
@@ -206,4 +213,4 @@ def item_handlers(disk: Disk) -> dict[str, Any]:
         multiprocessing_options=processes,
         type_handler_registry=ocp.type_handlers.create_type_handler_registry(*handlers),
     )
-    return {"state": state, "data": data}
+    return {STATE: state, DATA: data}

@@ -2,28 +2,18 @@
 the best one are kept. A second writer would clear away an unfinished one of the first as a
 leftover, so who writes has the lock of the run.
 
-Whose disk the folder is on (`_disk`, see `orbax_options.Disk`) says which processes do what:
-
-    what                                      shared         copy            own
-    makes the folder, needs room (`_writes`)  first          each            each
-    clears up at the start                    first          none            each
-    writes manifests (`_hashes`)              first          first           each
-    asks for the lock before a save           first          first           each
-    writes a part of an array                 those with it  one with it     each with it
-    sends the step to a bucket (`_sender`)    none           each            none
-
 What becomes of a step, in this order:
 
     thread           what it does
     the caller's     `save` waits until the step before is there, and asks for lock and room
-    the caller's     Orbax copies the arrays to host memory and chooses the steps to remove
-    the caller's     the sender is told of the step; `save` returns, and the training goes on
+    the caller's     Orbax copies the arrays to host memory and asks `Retention` which steps it
+                     removes; `save` returns, and the training goes on
     Orbax's          the files are written, in a folder STEP.orbax-checkpoint-tmp-...
     Orbax's          `_write_manifest` adds the manifest to it, and waits until the disk has all
-    Orbax's          the folder is renamed to STEP, and `Manager` waits until the disk has its name
-    Orbax's          the steps that were chosen are removed
+    Orbax's          the folder is renamed to STEP, and the store keeps it: the disk has its name,
+                     or a thread of the store's sends it
+    Orbax's          the steps that are not kept are removed
     the caller's     `record` notes the loss, before or after the step is there
-    the sender's     once the folder STEP is there, its files are sent
     the caller's     the next `save`, `wait` or `close` waits for both threads (`_finish_save`),
                      raises what failed there, and writes the losses that waited for the step
 
@@ -34,41 +24,38 @@ there; None again once both threads are done, or have failed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers as managers
 
-from jaxpar.base.atomic_write import make_folder, sync_below, writing
+from jaxpar.base.atomic_write import sync_below
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import Say, UserError
-from jaxpar.base.machine import cache_folder
 from jaxpar.base.process.multihost import number_from_first, run_together, told_by_first
-from jaxpar.train.runs.bucket.sender import Sender
-from jaxpar.train.runs.checkpoints import Checkpoints, PyTree, first_line, warn
-from jaxpar.train.runs.disk_space import require_space, require_writable
+from jaxpar.train.runs.checkpoints import (
+    Checkpoints,
+    PyTree,
+    Whole,
+    find_newest_whole,
+    first_line,
+    warn,
+)
 from jaxpar.train.runs.folder.manifest import MANIFEST, write_manifest
-from jaxpar.train.runs.folder.steps import clear_up, set_aside, steps_in
+from jaxpar.train.runs.folder.orbax_names import UNFINISHED
+from jaxpar.train.runs.folder.steps import set_aside
 from jaxpar.train.runs.folder.val_losses import lowest
-from jaxpar.train.runs.locks.in_use import steps_in_use
-from jaxpar.train.runs.newest_whole import Whole, find_newest_whole
 from jaxpar.train.runs.orbax_options import (
     ORBAX_SECONDS,
-    KeepBest,
-    KeepRead,
-    LiteralPath,
     Manager,
-    item_handlers,
+    Retention,
     steps_from_first,
     writing_processes,
 )
-
-_UNFINISHED = ".orbax-checkpoint-tmp"
-"""What the name of a step ends in while it is written."""
+from jaxpar.train.runs.stores import StoreOf, store_of
 
 
 class TrainingCheckpoints(Checkpoints):
@@ -81,7 +68,7 @@ class TrainingCheckpoints(Checkpoints):
         identity: Mapping[str, Any] | None = None,
         say: Say = warn,
         require_lock: Callable[[], None] = lambda: None,
-        own_disk: bool = False,
+        store: StoreOf = store_of,
         seconds: float = ORBAX_SECONDS,
     ):
         """Open the checkpoints of a run, and clear away what is none.
@@ -91,35 +78,30 @@ class TrainingCheckpoints(Checkpoints):
           config: which are kept.
           identity: what tells the data and the tokenizer of the run from others.
           say: gets a line about each checkpoint that is damaged or has no manifest.
-          require_lock: is called before each save, on the first process or on each that has them on
-            a disk of its own, and raises where another training has the run, or its folder is gone.
-          own_disk: whether each process has its part of them on a disk of its own.
+          require_lock: is called by each process before a save, and raises where another training
+            has the run, or its folder is gone.
+          store: makes the store that keeps what is in the folder.
           seconds: how long a save may take, as `longest_save` says of a state.
 
         Raises:
           UserError: Orbax cannot open them, or one that is damaged cannot be moved aside.
         """
-        super().__init__(folder, say, own_disk)
+        super().__init__(folder, say, store)
         self._config = config
         self._seconds = seconds
         self._identity = identity or {}
         self._require_lock = require_lock
-        self._read_now = KeepRead(self.folder.parent)
+        losses = self._losses.known if config.keep_best else {}
+        self._retention = Retention(self.store, config.keep, losses)
         self._saving: int | None = None
-        if self._copy is not None:
-            self._copy.start_sending()
-        else:  # what a bucket has is a step only once all of it is there
-            self._clear_up()
+        self.store.open()
+        self._clear_up()
         self._losses.read()
         self._manager = self._open()
 
     def _clear_up(self) -> None:
         """Take away what Orbax would stumble over, and say what."""
-        if self._writes:
-            lines = run_together(lambda: clear_up(self.folder, self._config.keep, self._kept()))
-        else:
-            lines = run_together(list[str])
-        for line in lines:
+        for line in run_together(lambda: self.store.clear_up(self._config.keep, self._kept())):
             self._say(line)
 
     def _kept(self) -> int | None:
@@ -127,51 +109,29 @@ class TrainingCheckpoints(Checkpoints):
         if not self._config.keep_best:
             return None
         self._losses.read()
-        return lowest(self._losses.known, steps_in(self.folder))
+        return lowest(self._losses.known, self.store.steps())
 
     def _open(self) -> Manager:
-        policies: list[Any] = [managers.LatestN(self._config.keep), self._read_now]
-        if self._config.keep_best:
-            policies.append(KeepBest(self._losses.known))
         options = ocp.CheckpointManagerOptions(
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(
                 # By default the others begin to write once one process says that the folders are
                 # there, which holds of its own ones alone.
-                create_directories_asynchronously=self._disk == "shared",
+                create_directories_asynchronously=self.store.disk == "shared",
                 post_finalization_callback=self._write_manifest,
                 timeout_secs=math.ceil(self._seconds),
             ),
-            preservation_policy=managers.AnyPreservationPolicy(policies),
+            preservation_policy=self._retention,
             create=False,
             cleanup_tmp_directories=True,
-            multiprocessing_options=writing_processes(self._disk),
+            multiprocessing_options=writing_processes(self.store.disk),
         )
-        run_together(self._make_folder)
         try:
-            handlers = item_handlers(self._disk)
-            return Manager(LiteralPath(self.folder), options=options, item_handlers=handlers)
+            return Manager(self.store, options)
         # Orbax reads a few files of every checkpoint, and hands on what fails
         except Exception as error:
             why = first_line(error)
             raise UserError(f"the checkpoints in {self.folder} cannot be opened ({why})") from error
-
-    @property
-    def _writes(self) -> bool:
-        """Whether this process writes what all have: the first one, or each on its own disk."""
-        return self._disk != "shared" or jax.process_index() == 0
-
-    @property
-    def _hashes(self) -> bool:
-        """Whether this process writes manifests: the first one, as that of a run in a bucket is its
-        own; or each on its own disk.
-        """
-        return self._disk == "own" or jax.process_index() == 0
-
-    def _make_folder(self) -> None:
-        if self._writes:
-            with writing(self.folder):
-                make_folder(self.folder)
 
     def steps(self) -> list[int]:
         """Return every finished step, sorted, and that which is being saved."""
@@ -206,19 +166,13 @@ class TrainingCheckpoints(Checkpoints):
 
         found = run_together(find)
         step = number_from_first(-1 if found.step is None else found.step)
-        self._leave_out_after(step)
+        # The first process has moved the newer ones aside in its folder alone, and all must know
+        # the same steps: these are those of before.
+        for newer in self.steps():
+            if newer > step:
+                self.store.remove(newer)
         self._manager.reload()
         return Whole(None if step < 0 else step, found.manifest)
-
-    def _leave_out_after(self, step: int) -> None:
-        """Take the newer steps out of this process's own copy of a run in a bucket. The first
-        process has moved them aside in its copy alone, and all must know the same steps.
-        """
-        if self._copy is None:
-            return
-        for newer in self.steps():  # as they were before the first process moved any
-            if newer > step:
-                self._copy.leave_out(newer)
 
     def set_aside(self, step: int, problem: str) -> None:
         """Move a step aside that cannot be read, and say so. For one process alone.
@@ -228,6 +182,7 @@ class TrainingCheckpoints(Checkpoints):
           problem: what is wrong with it.
         """
         self._say(set_aside(self.folder / str(step), problem))
+        self.store.remove(step)
         self._manager.reload()
 
     def save(
@@ -252,7 +207,7 @@ class TrainingCheckpoints(Checkpoints):
             run_together(self._finish)
             self._losses.forget(step)  # of a checkpoint that was there before and is not
             run_together(lambda: self._require_room(state))
-            self._read_now.look(self.steps())
+            self._retention.look(self.steps())
             try:
                 run_together(lambda: self._begin_save(step, state, data_state))
             except BaseException:
@@ -268,8 +223,6 @@ class TrainingCheckpoints(Checkpoints):
             )
             self._saving = step
             begun = self._manager.save(step, args=items)
-            if begun and self._sender is not None:
-                self._sender.send_step(step)
         if not begun:  # Orbax saves none below its newest
             newest = max(self.steps(), default=0)
             raise UserError(
@@ -278,23 +231,11 @@ class TrainingCheckpoints(Checkpoints):
             )
 
     def _require_room(self, state: PyTree) -> None:
-        """Require on the first process that the run is still this one's, and that a save has room:
-        on its disk, or on that of each process where each has a copy of its own. What keeps one
+        """Require that the run is still this one's, and that a save has room. What keeps a process
         from writing is found here, where all leave together, and not inside of Orbax.
         """
-        if jax.process_index() == 0 or self._disk == "own":
-            self._require_lock()
-        if not self._writes:
-            return
-        if self._disk == "shared":
-            size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-            require_space(self.folder, size)
-        elif self._disk == "own":
-            require_space(self.folder, _held_bytes(state))
-        else:
-            disk = f"the disk of {cache_folder()}, which has the copy of {self.folder.parent},"
-            require_space(self.folder, _own_bytes(state), disk)
-        require_writable(self.folder)
+        self._require_lock()
+        self.store.require_room(state)
 
     def _write_manifest(self) -> None:
         """Write the manifest of the step that is being saved, and wait until the disk has all of
@@ -304,38 +245,46 @@ class TrainingCheckpoints(Checkpoints):
         step = self._saving
         if step is None:
             return
-        for folder in self.folder.glob(f"{step}{_UNFINISHED}*"):
-            if self._hashes:
+        for folder in self.folder.glob(f"{step}{UNFINISHED}*"):
+            if self.store.hashes:
                 write_manifest(folder, step, self._identity)
-            if self._writes:
+            if self.store.writes:
                 sync_below(folder)
 
     def _finish_save(self) -> None:
         """Wait until what was saved is there, with its manifest and its loss."""
         try:
             self._await_save()
-            if self._sender is not None:
-                self._sender.wait()
+            self.store.wait()
         except BaseException:
             self._saving = None
+            self._retention.removed = []  # as nothing was
             # Orbax counts what it could not write among its steps
             if jax.process_count() == 1:
                 self._manager.reload()
             raise
         step = self._saving
         self._saving = None
-        if self._hashes and step is not None:
+        if self.store.hashes and step is not None:
             place = self.folder / str(step)
             # where Orbax called too late, when the step had its name
             if not (place / MANIFEST).exists():
                 write_manifest(place, step, self._identity)
                 sync_below(place)
-        self._losses.write()
+                self.store.update(step)
+        self._write_losses()
+        self._remove(self._retention.removed)
+        self._retention.removed = []
 
-    @property
-    def sending_seconds(self) -> float:
-        """How long the last step took from its save until a bucket had it; 0 = there is none."""
-        return 0.0 if self._sender is None else self._sender.seconds
+    def _write_losses(self) -> None:
+        """Write the losses of those steps that have been written to their end."""
+        for step in self._losses.write():
+            self.store.update(step)
+
+    def _remove(self, steps: Sequence[int]) -> None:
+        """Have the store keep steps no longer that Orbax has removed."""
+        for step in steps:
+            self.store.remove(step)
 
     def record(self, step: int, val_loss: float) -> None:
         """Keep the validation loss of a step that was saved. A step without one, or with NaN, is
@@ -343,6 +292,7 @@ class TrainingCheckpoints(Checkpoints):
         """
         if step in self.steps() and math.isfinite(val_loss):
             self._losses.add(step, val_loss)
+            self._write_losses()
 
     def wait(self) -> None:
         """Wait until what was saved is there, with its losses; raise a UserError where it could not
@@ -376,9 +326,8 @@ class TrainingCheckpoints(Checkpoints):
             self.stop_sending()
 
     def stop_sending(self) -> None:
-        """Send nothing more to a bucket, unless it is asked for."""
-        if self._sender is not None:
-            self._sender.stop()
+        """Keep nothing more, as in a bucket, unless it is asked for."""
+        self.store.stop()
 
     def abandon(self) -> None:
         """Give up what works in the background for a run that could not be opened: nothing is being
@@ -391,13 +340,7 @@ class TrainingCheckpoints(Checkpoints):
         with self._writing():
             self._finish_save()
             self._manager.close()
-            if self._sender is not None:
-                self._sender.send()
-
-    @property
-    def _sender(self) -> Sender | None:
-        """What sends the steps that are written here to a bucket; None = nothing does."""
-        return None if self._copy is None else self._copy.sender
+            self.store.close()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -408,8 +351,7 @@ class TrainingCheckpoints(Checkpoints):
             yield
         except Exception as error:
             self.stop_sending()
-            if self._hashes:  # a folder that was moved away explains it better
-                self._require_lock()
+            self._require_lock()  # a folder that was moved away explains it better
             if _took_too_long(error):
                 if jax.process_count() > 1:
                     who = "another process has not written its part of a checkpoint"
@@ -431,39 +373,14 @@ class TrainingCheckpoints(Checkpoints):
         how its own step evaluates. All processes must call this.
         """
         self.wait()
-        # what the first process sees counts, as all must remove alike
-        for step in steps_from_first(self._old_steps()):
-            self._manager.delete(step)
-
-    def _old_steps(self) -> list[int]:
-        """The steps that this process would remove."""
         steps = self.steps()
-        kept = {
-            *steps[-self._config.keep :],
-            self.best() if self._config.keep_best else None,
-            *steps_in_use(self.folder.parent, steps),
-        }
-        return [step for step in steps if step not in kept]
+        # what the first process sees counts, as all must remove alike
+        old = steps_from_first(self._retention.old(steps, self.store.steps_in_use(steps)))
+        for step in old:
+            self._manager.delete(step)
+        self._remove(old)
 
 
 def _took_too_long(error: Exception) -> bool:
     """Whether an error of Orbax is that of waiting in vain, for a disk or for another process."""
     return isinstance(error, TimeoutError) or "DEADLINE_EXCEEDED" in str(error)
-
-
-def _held_bytes(state: PyTree) -> int:
-    """The bytes of a state that this process holds, each part of an array once."""
-    return sum(
-        sum({str(shard.index): shard.data.nbytes for shard in leaf.addressable_shards}.values())
-        for leaf in jax.tree.leaves(state)
-    )
-
-
-def _own_bytes(state: PyTree) -> int:
-    """The bytes of a state that this process writes into a copy of its own."""
-    return sum(
-        shard.data.nbytes
-        for leaf in jax.tree.leaves(state)
-        for shard in leaf.addressable_shards
-        if shard.replica_id == 0
-    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -47,15 +49,12 @@ def gradients(
     model = experiment.model
     plan = experiment.plan
     accumulation = experiment.config.train.accumulation
-    weights = loss_weights(experiment.config)
+    counts = count_tokens(batch) if model.config.experts else None
+    how = _How(model, plan, accumulation, loss_weights(experiment.config), counts)
     looks_at_all = bool(model.config.experts) or isinstance(model, OwnModel)
     over = deferred_sum_axes(plan, accumulation, key is not None or looks_at_all)
     if not over:
-        if model.config.experts:
-            counts = count_tokens(batch)
-        else:
-            counts = None
-        return _accumulate(model, params, batch, plan, key, accumulation, weights, counts)
+        return _accumulate(how, params, batch, key)
     one = plan_without_batch_axes(plan, over)
     axes = (jax.tree.map(lambda _: (), _no_sums(model, batch)), gradient_axes(model))
 
@@ -63,7 +62,7 @@ def gradients(
         return jax.lax.psum(x.astype(jnp.float32), over).astype(x.dtype)
 
     def local(params: Params, batch: Batch) -> tuple[LossSums, Params]:
-        parts = _accumulate(model, params, batch, one, None, accumulation, weights, None)
+        parts = _accumulate(how._replace(plan=one), params, batch, None)
         with jax.named_scope("accumulate"):
             return manual(lambda parts: jax.tree.map(total, parts), one, (axes,), axes)(parts)
 
@@ -83,26 +82,39 @@ def gradients(
     )(params, dict(batch))
 
 
+class _How(NamedTuple):
+    """How the loss of a batch is made.
+
+    Attributes:
+      model: what has it.
+      plan: how it runs.
+      accumulation: how many microbatches the batch is cut into.
+      weights: those of the losses beside the likelihood.
+      counts: the tokens of the whole batch, by which routers' losses are weighed.
+    """
+
+    model: AnyModel
+    plan: Plan
+    accumulation: int
+    weights: LossWeights
+    counts: TokenCounts | None
+
+
 def _accumulate(
-    model: AnyModel,
-    params: Params,
-    batch: Batch,
-    plan: Plan,
-    key: jax.Array | None,
-    accumulation: int,
-    weights: LossWeights,
-    counts: TokenCounts | None,
+    how: _How, params: Params, batch: Batch, key: jax.Array | None
 ) -> tuple[LossSums, Params]:
     """Add up the losses and gradients of the microbatches of a batch."""
-    if accumulation == 1:
-        return _of_microbatch(model, params, batch, plan, key, weights, counts)
+    model = how.model
+    plan = how.plan
+    if how.accumulation == 1:
+        return _of_microbatch(how, params, batch, key)
 
     def add(
         total: tuple[LossSums, Params], item: tuple[Batch, jax.Array]
     ) -> tuple[tuple[LossSums, Params], None]:
         rows, index = item
         own_key = None if key is None else jax.random.fold_in(key, index)
-        more, more_grads = _of_microbatch(model, params, rows, plan, own_key, weights, counts)
+        more, more_grads = _of_microbatch(how, params, rows, own_key)
         with jax.named_scope("accumulate"):
             sums, grads = total
             grads = jax.tree.map(
@@ -120,8 +132,8 @@ def _accumulate(
 
     no_gradient = jax.tree.map(zeros, model.trained(params), model.trained(model.axes))
     nothing = (_no_sums(model, batch), no_gradient)
-    microbatches = cut_microbatches(batch, accumulation, plan)
-    total, _ = jax.lax.scan(add, nothing, (microbatches, jnp.arange(accumulation)))
+    microbatches = cut_microbatches(batch, how.accumulation, plan)
+    total, _ = jax.lax.scan(add, nothing, (microbatches, jnp.arange(how.accumulation)))
     return total
 
 
@@ -139,15 +151,13 @@ def _no_sums(model: AnyModel, batch: Batch) -> LossSums:
 
 
 def _of_microbatch(
-    model: AnyModel,
-    params: Params,
-    rows: Batch,
-    plan: Plan,
-    key: jax.Array | None,
-    weights: LossWeights,
-    counts: TokenCounts | None,
+    how: _How, params: Params, rows: Batch, key: jax.Array | None
 ) -> tuple[LossSums, Params]:
-    """The summed loss of one microbatch and its gradient."""
+    """Compute the summed loss of one microbatch and its gradient."""
+    model = how.model
+    plan = how.plan
+    weights = how.weights
+    counts = how.counts
     if plan.size("stage") > 1:
         staged = in_parts(model, "mesh.stage")
         return pipeline.gradients(staged, params, rows, plan, key, weights, counts=counts)

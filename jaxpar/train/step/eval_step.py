@@ -8,7 +8,6 @@ import optax
 from jax.stages import Compiled, Wrapped
 
 from jaxpar.base.compiled_for import compiling_for
-from jaxpar.base.compiler import step_options
 from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import Batch, Params, in_parts
 from jaxpar.parallel import pipeline
@@ -28,7 +27,6 @@ def make_eval_step(experiment: Experiment) -> Wrapped:
     model = experiment.model
     plan = experiment.plan
     accumulation = experiment.config.train.accumulation
-    options = step_options(plan.mesh, experiment.config.compiler.options)
 
     def of_microbatch(params: Params, rows: Batch) -> tuple[jax.Array, jax.Array]:
         stages = plan.size("stage") > 1
@@ -50,7 +48,7 @@ def make_eval_step(experiment: Experiment) -> Wrapped:
         zero = jnp.zeros((), jnp.float32)
         return jax.lax.scan(add, (zero, zero), cut_microbatches(batch, accumulation, plan))[0]
 
-    return jax.jit(step, compiler_options=options)
+    return jax.jit(step, compiler_options=experiment.compiler_options)
 
 
 def compile_eval_step(experiment: Experiment) -> Compiled:

@@ -6,17 +6,15 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Wrapped
 
-from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config
-from jaxpar.base.layout.sharding import replicated_sharding
 from jaxpar.models import Batch
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.padding import count_tokens
-from jaxpar.parallel.zigzag import TOKENS
 from jaxpar.train.batch import ABSENT
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer import reported_rate
 from jaxpar.train.optimizer.update import Updated, update
+from jaxpar.train.optimizer.updated_part import Part
 from jaxpar.train.state import Shape, TrainState
 from jaxpar.train.step.accumulate import dropout_key, gradients
 
@@ -53,15 +51,13 @@ def make_train_step(experiment: Experiment) -> Wrapped:
             sums = jax.tree.map(lambda x: jnp.where(absent, jnp.nan, x), sums)
             done = jnp.where(absent, 0, 1)
         with jax.named_scope("update"):
-            new = update(
+            part = Part(
                 model.trained(state.params),
                 state.opt_state,
                 grads,
-                sums,
                 model.trained(model.axes),
-                optimizer,
-                plan,
             )
+            new = update(part, sums, optimizer, plan)
         metrics = _metrics(sums, new, batch, config)
         rate = reported_rate(optimizer, state.step, state.opt_state)
         if rate is not None:
@@ -75,10 +71,10 @@ def make_train_step(experiment: Experiment) -> Wrapped:
     donated = () if all_on_host else (0,)
     return jax.jit(
         step,
-        in_shardings=(experiment.shardings, plan.sharding(TOKENS)),
-        out_shardings=(experiment.shardings, replicated_sharding(plan)),
+        in_shardings=(experiment.shardings, experiment.batch_sharding),
+        out_shardings=(experiment.shardings, experiment.replicated),
         donate_argnums=donated,
-        compiler_options=step_options(plan.mesh, config.compiler.options),
+        compiler_options=experiment.compiler_options,
     )
 
 

@@ -1,5 +1,5 @@
-"""Verifies the plan of a config: its model is shrunk, and its gradients are compared with plain ops
-on one device.
+"""The verification of a config's plan: its model is shrunk, and its gradients are compared with
+plain ops on one device.
 
 This is the one part of `verify` that knows configs and models. Its rooms, in the order in which
 they are read: `shrink` makes a config small, by `shrink_rules` (which need `sizes`, `few_heads` and

@@ -1,6 +1,6 @@
-"""Compares a plan with one device on a shrunk model, first in float32, then in the plan's own
-precision, and explains wrong gradients with mistakes that need more than any program's loss and
-batch."""
+"""The comparison of a plan with one device on a shrunk model, first in float32, then in the plan's
+own precision. Wrong gradients are explained with mistakes that need more than any program's loss
+and batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxpar.base.layout.plan import Plan
 from jaxpar.base.machine import versions
 from jaxpar.base.toml import flatten
 from jaxpar.models.hidden import PROJECTIONS
-from jaxpar.parallel import Ops
+from jaxpar.parallel import MeshOps
 from jaxpar.parallel.zigzag import TOKENS
 from jaxpar.train import step
 from jaxpar.train.experiment import Experiment, pipelined_microbatches
@@ -55,13 +55,15 @@ OWN_LOSS = 2.0**-8
 OPS_FACTOR = 2.0
 OPS_MOST = 2.0**-4
 SCHEMA = 1
-"""Of `Verification.as_json`; it goes up when a key is renamed, removed or changes its meaning."""
+"""The version of `Verification.as_json`, which goes up when a key is renamed, removed or changes
+its meaning.
+"""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What was run, its comparisons up to the first that differs, and the seconds that they
-    took.
+    """The result of a verification: its setup, its comparisons up to the first that differs, and
+    their seconds.
     """
 
     setup: Setup
@@ -82,14 +84,12 @@ class Verification:
         config: str = "",
         command: str = "",
     ) -> dict[str, Any]:
-        """The verification as an object of JSON (docs/verify.md has its keys).
+        """Write the verification as an object of JSON (docs/verify.md has its keys), in which an
+        error that is no finite number is None.
 
         Args:
           config: the name of the config.
           command: the command line.
-
-        Returns:
-          The object, in which an error that is no finite number is None.
         """
         setup = self.setup
         sizes = total_sizes(setup.config.mesh)
@@ -132,7 +132,7 @@ def verify(
     gradients: Gradients | None = None,
     say: Say = lambda line: None,
 ) -> Verification:
-    """Compare the loss and every gradient under a config's plan with those on one device.
+    """Compare the loss and every gradient under a config's plan with one device's.
 
     Args:
       experiment: the experiment to verify, or the config of one; its model is shrunk, and so is its
@@ -180,16 +180,12 @@ def require(
 def run(
     setup: Setup, gradients: Gradients | None = None, say: Say = lambda line: None
 ) -> Verification:
-    """Run the second half of `verify`, the comparisons.
+    """Run the comparisons of `verify`, without `prepare`, which its seconds do not count.
 
     Args:
       setup: what `prepare` decided.
       gradients: the function under test; None = `jaxpar.train.step.gradients`.
       say: receives each note and a line of text as each phase begins.
-
-    Returns:
-      The verification, whose `checks` end with the first that differs. Its seconds do not count
-      `prepare`.
 
     Raises:
       UserError: the CPU could mix up collectives of the program (`hlo.collective_order`).
@@ -222,7 +218,7 @@ def _checks(case: Case, say: Say) -> Iterator[Verdict]:
         check = compare_answers(name, case, got, want, near)
         if check.wrong:
             say(f"{name}: one device with the library's ops")
-            ops = one_device(case, precision, exact, ops=Ops)(case.params, case.batch)
+            ops = one_device(case, precision, exact, ops=MeshOps)(case.params, case.batch)
             check = compare_answers(name, case, got, want, near, ops)
             if check.wrong:
                 alike = all(
@@ -246,10 +242,10 @@ def compare_answers(
     near: Answer | None = None,
     ops: Answer | None = None,
 ) -> Verdict:
-    """Compare the answer under the plan with the float32 reference.
+    """Compare the answer under the plan with the float32 reference, without findings.
 
     Args:
-      name: what the check is called.
+      name: the name of the check.
       case: what is run; its model gives the order of the rows.
       got: the answer under the plan, with all of its copies.
       want: the reference's answer, in float32 on one device.
@@ -257,9 +253,6 @@ def compare_answers(
         tolerances are taken; None = float32, whose tolerances are fixed.
       ops: one device's answer with the library's ops, which widens the tolerances where it is close
         to the reference; None = it was not run.
-
-    Returns:
-      The verdict, with no findings.
     """
     limits = dict.fromkeys(parameter_order(case.model), FLOAT32)
     if near is None:
@@ -369,8 +362,8 @@ def partitions_of(case: Case, plan: Plan) -> list[Partition]:
 
 
 _PARTS = ("embed", "blocks", "query", "head", PROJECTIONS)
-"""The parts of a model in the order of its forward pass: what compares hidden states with those of
-a teacher stands at the loss itself."""
+"""The parts of a model in the order of its forward pass: what compares hidden states with a
+teacher's stands at the loss itself."""
 
 
 def nearest_to_loss(wrong: tuple[GradientRow, ...]) -> str:

@@ -16,8 +16,8 @@ from jaxpar.verify.of_config.sizes import AxisSizes, pieces
 
 
 def few_heads(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int, int]:
-    """Return the fewest heads and kv heads with which this mesh does what the config's own does
-    with the model's.
+    """Find the fewest heads and kv heads with which a small mesh does what the config's own mesh
+    does with the model's heads.
 
     Pairs are tried from the fewest query heads per kv head, and then from the fewest heads. The
     first that the mesh divides and whose situation is the model's is taken; if there is none, the
@@ -58,7 +58,7 @@ def few_heads(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int, 
 
 
 def _dealt(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int, int]:
-    """Return over how many devices Ulysses deals out the heads of a device, and its kv heads.
+    """Count the devices over which Ulysses deals out the heads of a device, and its kv heads.
 
     Both are dealt out only if there are enough of them. Both are 1 without Ulysses.
     """
@@ -73,7 +73,7 @@ def _dealt(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int, int
 
 
 class _Situation(NamedTuple):
-    """How heads lie on a mesh."""
+    """The way in which heads lie on a mesh."""
 
     rules: ShardingRules
     """The fitted rules."""
@@ -100,7 +100,7 @@ def _situation(config: Config, heads: int, kv_heads: int, sizes: AxisSizes) -> _
 
 
 def _in_groups(rules: ShardingRules, heads: int, sizes: AxisSizes) -> bool:
-    """Whether a device has too few heads for all devices that split the sequence."""
+    """Return whether a device has too few heads for all devices that split the sequence."""
     here = heads // pieces("heads", rules, sizes)
     devices = pieces("attention_seq", rules, sizes)
     return devices_sharing(here, devices) < devices

@@ -10,7 +10,7 @@ from jaxpar.parallel.pipeline import layers_of, microbatches
 from jaxpar.verify.of_config.sizes import AxisSizes, multiple_of, pieces
 
 _FEW = 4
-"""Up to this many virtual stages have two layers each; if there are more, each has one."""
+"""The most virtual stages that have two layers each; if there are more, each has one."""
 
 
 def few_layers(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int, Pipeline]:
@@ -32,7 +32,7 @@ def few_layers(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int,
 
 
 def _layers_of_parts(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int, ...]:
-    """How many layers each virtual stage has: one or two periods of the kinds of layers, unequal
+    """Count the layers of each virtual stage: one or two periods of the kinds of layers, unequal
     where the model's are.
     """
     model = config.model
@@ -54,7 +54,9 @@ def _layers_of_parts(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tupl
 
 
 def _few_microbatches(config: Config, sizes: AxisSizes, asked: AxisSizes) -> int:
-    """About three microbatches a stage; fewer than stages stay fewer, and a rest stays a rest."""
+    """Count about three microbatches a stage; fewer than stages stay fewer, and a rest stays a
+    rest.
+    """
     stages_asked = pieces("stage", config.rules, asked)
     stages = pieces("stage", config.rules, sizes)
     count = microbatches(config, asked)
@@ -67,7 +69,7 @@ def _few_microbatches(config: Config, sizes: AxisSizes, asked: AxisSizes) -> int
 
 
 def few_masks(masks: tuple[str, ...]) -> tuple[str, ...]:
-    """The masks without those that are like the one before, so that each is there and they still
-    take turns.
+    """Leave out the masks that equal the mask before, so that each is there and they still take
+    turns.
     """
     return tuple(word for i, word in enumerate(masks) if i == 0 or word != masks[i - 1])

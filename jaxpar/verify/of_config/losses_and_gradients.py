@@ -1,4 +1,4 @@
-"""Computes the two answers that are compared: loss and gradients on one device, and under a plan.
+"""The two answers that are compared: loss and gradients on one device, and under a plan.
 
 The reference is as plain as it can be: it runs on one device, takes a few rows at a time, uses the
 ops of `jaxpar.verify.reference_ops`, recomputes nothing and unrolls the layers.
@@ -47,14 +47,14 @@ from jaxpar.verify.reference_ops import ReferenceOps
 Gradients = Callable[..., tuple[LossSums, Params]]
 """The function under test, which takes the arguments of `jaxpar.train.step.gradients`."""
 OneDevice = Callable[[Params, Rows], Answer]
-"""Computes the loss and gradients of a batch on the first device."""
+"""A function that computes the loss and gradients of a batch on the first device."""
 _ROWS = 2  # sequences that the reference takes at a time
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is run: the shrunk model, its plan's devices, and on the host its parameters [...] and a
-    batch [B, S].
+    """A case to verify: the shrunk model, its plan's devices, and on the host its parameters [...]
+    and a batch [B, S].
     """
 
     config: Config
@@ -91,14 +91,7 @@ class Case:
         )
 
     def experiment(self, precision: str) -> Experiment:
-        """Return what is under test, in this precision.
-
-        Args:
-          precision: the compute dtype, `float32` or another that `precision.compute` takes.
-
-        Returns:
-          The experiment on all devices of the case.
-        """
+        """Make the experiment under test, in a compute dtype, on all devices of the case."""
         config = replace(self.config, precision=PrecisionConfig(precision))  # pyright: ignore[reportArgumentType]
         return make_experiment(config, self.devices, self.model, self.optimizer, training=False)
 
@@ -107,10 +100,10 @@ def one_device(
     case: Case,
     precision: str,
     exact: bool,
-    ops: Callable[[Plan], Ops | ReferenceOps] = ReferenceOps,
+    ops: Callable[[Plan], Ops] = ReferenceOps,
 ) -> OneDevice:
-    """Return a function that computes loss and gradients on the first device; with `ReferenceOps`
-    it is the reference.
+    """Make a function that computes loss and gradients on the first device; with `ReferenceOps` it
+    is the reference.
 
     The losses of routers are weighed here and not by `Model.loss`, so that a mistake there is no
     part of the reference: they are means over the text of all rows of the case, and the rest of the
@@ -202,8 +195,8 @@ def _hidden_distance(model: Model, params: Params, batch: Batch, plan: Plan) -> 
 
 
 def text_of(batch: Rows) -> np.ndarray:
-    """Tell, row by row and apart from `jaxpar.parallel.padding`, which tokens [B, S] are text and
-    which are padding.
+    """Tell which tokens [B, S] are text and which are padding, row by row and apart from
+    `jaxpar.parallel.padding`.
 
     Args:
       batch: `labels` [B, S], and `segments` or else `tokens` [B, S], on the host.
@@ -287,7 +280,7 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
 
 
 def is_stacked(name: str) -> bool:
-    """Whether the first dim of a parameter counts layers."""
+    """Return whether the first dim of a parameter counts layers."""
     return name.startswith("blocks.")
 
 

@@ -29,12 +29,11 @@ def random_params(model: AnyModel, seed: int = 0) -> Params:
     uniform, and LoRA's B is 0. Here the product of a pair is as large as that of its matrix.
 
     Args:
-      model: the model.
       seed: the seed of the random numbers.
 
     Returns:
-      The parameters on the host, in the form and shapes of the model's own; those of a library
-      model are float32.
+      The parameters on the host, in the form and shapes of the model's own, in float32 for a
+      library model.
     """
     rng = np.random.default_rng(seed)
     if isinstance(model, OwnModel):
@@ -100,8 +99,8 @@ def random_batch(config: Config, seed: int = 1) -> Rows:
 
 
 def _random_answers(config: Config, rng: np.random.Generator) -> Rows:
-    """Draw a teacher's most likely entries [B, S, k], and log-probabilities in falling order, of
-    which some are of entries that it does not have.
+    """Draw a teacher's most likely entries [B, S, k], and log-probabilities in falling order, some
+    of which belong to entries that it does not have.
     """
     shape = (config.train.batch, config.data.seq_len, config.distill.top_k)
     vocab = np.tile(np.arange(config.model.vocab_size, dtype=np.int32), (*shape[:2], 1))

@@ -1,5 +1,5 @@
-"""Decides what is run in place of a config: its plan on the devices here, with a model small enough
-for them.
+"""The setup of a verification: a config's plan on the devices here, with a model small enough for
+them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxpar.kernels.attention.chunked import TILE, TileSize
 from jaxpar.models import AnyModel, Model
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention
-from jaxpar.parallel.ops import attention_calls
+from jaxpar.parallel.mesh_ops import attention_calls
 from jaxpar.parallel.pipeline import check_stages, microbatches
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import check_batch, check_parameters, with_projections
@@ -42,11 +42,11 @@ from jaxpar.verify.of_config.shrink_rules import LEAST
 from jaxpar.verify.of_config.sizes import asked_sizes
 
 SIMULATED = 8
-"""How many CPU devices are simulated where the mesh leaves it open; a mesh may ask for up to twice
-as many.
+"""The number of CPU devices that are simulated where the mesh leaves it open; a mesh may ask for up
+to twice as many.
 """
 _SMALL_TILE = TileSize(5, 5)
-"""In place of a tile of hundreds of queries and keys, so that the shortest sequence has three."""
+"""A tile in place of hundreds of queries and keys, so that the shortest sequence has three."""
 _IN_TILES = "chunked in tiles"
 
 
@@ -61,14 +61,14 @@ class Setup(NamedTuple):
     notes: tuple[str, ...]
     optimizer: AnyOptimizer = None
     tile: TileSize = TILE
-    """The most that a tile of attention in plain XLA has."""
+    """The largest tile of attention in plain XLA."""
 
 
 def prepare(
     experiment: Config | Experiment,
     devices: list[jax.Device] | None = None,
 ) -> Setup:
-    """Run the first half of `verify`: decide what will be run, and on which devices.
+    """Decide what a verification runs, and on which devices.
 
     Args:
       experiment: the experiment to verify, or the config of one.
@@ -162,9 +162,6 @@ def simulated_devices(spec: MeshSpec) -> int:
 
     Args:
       spec: the mesh that was asked for, in which -1 leaves an axis open.
-
-    Returns:
-      The number of devices.
 
     Raises:
       UserError: a size of the mesh is not valid, or two axes are -1, in a mesh that has to be
@@ -277,8 +274,8 @@ def _layout(config: Config, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> 
 def _shrink_alike(
     config: Config, mesh: MeshSpec, devices: list[jax.Device]
 ) -> tuple[Config, TileSize, list[str]]:
-    """Return the smallest config that uses the same attention implementation as the whole one on
-    these devices, the size of a tile there, and notes.
+    """Make the smallest config that uses the attention implementation of the whole one on these
+    devices; return it with the size of a tile there, and notes.
     """
     plan = _layout(
         config, meshes.make_mesh(mesh, devices), rules_of(config, asked_sizes(config.mesh, mesh))
@@ -313,8 +310,8 @@ def _smallest(
     wanted: str,
     tile: TileSize,
 ) -> tuple[Config, str, str]:
-    """The smallest config that uses the wanted attention, else the last that was tried; a note of
-    what was changed, and the attention that it uses.
+    """Make the smallest config that uses the wanted attention, else the last that was tried; return
+    it with a note of what was changed, and the attention that it uses.
     """
     found = ""
     small, changed = shrink(config, mesh, LEAST[0])

@@ -1,5 +1,5 @@
-"""Makes the smallest model and batch that keep what a plan can get wrong; `verify` runs them in
-place of the config's.
+"""The smallest model and batch that keep what a plan can get wrong; `verify` runs them in place of
+the config's.
 
 Family, rules, remat, precision, packing and mesh axes stay. Layers are few and dims are narrow.
 Each dim is a multiple of the pieces it is split into, and an odd one where possible, so that no

@@ -1,4 +1,4 @@
-"""What becomes of each setting of a config whose model is made small, and why (`RULES`).
+"""The rules by which each setting of a config is made small, with their reasons (`RULES`).
 
 A rule asks the `Whole` config, and the small one as the rules before have left it.
 """
@@ -26,13 +26,13 @@ from jaxpar.verify.of_config.few_layers import few_layers, few_masks
 from jaxpar.verify.of_config.sizes import AxisSizes, asked_sizes, multiple_of, odd_multiple, pieces
 
 MOST_ACCUMULATION = 4
-"""More microbatches would only repeat what these do."""
+"""The most microbatches; more would only repeat what these do."""
 _TOP_K = 5
-"""Entries of a teacher."""
+"""The entries of a teacher."""
 _HIDDEN_WIDTH = 7
-"""Features of its hidden states."""
+"""The features of a teacher's hidden states."""
 _VOCAB = 40
-"""The vocabulary tables have at least this many rows."""
+"""The least rows of the vocabulary tables."""
 
 
 class Least(NamedTuple):
@@ -88,8 +88,8 @@ class Whole:
 
     @cached_property
     def domino(self) -> Literal["off", "on", "sequence"]:
-        """What Domino cuts of a device's part of a microbatch, where the mesh that was asked for
-        has it; where that is left open, what it can cut."""
+        """The dim of a device's microbatch that Domino cuts, on the mesh that was asked for; where
+        that is left open, what it can cut."""
         asked = self.config.overlap.domino
         if asked in ("off", "sequence"):
             return asked
@@ -116,7 +116,9 @@ class Whole:
 
 
 def _seq_len(whole: Whole, small: Config) -> int:
-    """A multiple of the pieces of the sequence, with three tokens in each chunk of the context."""
+    """Return a multiple of the pieces of the sequence, with three tokens in each chunk of the
+    context.
+    """
     fewest = whole.least.seq_len
     if whole.chunks > 1:
         fewest = max(fewest, 3 * whole.chunks)
@@ -127,24 +129,24 @@ def _seq_len(whole: Whole, small: Config) -> int:
 
 
 def _few_shares(pruning: Pruning, layers: int) -> tuple[float, ...]:
-    """As many shares by depth as there are, or as there are layers."""
+    """Return as many shares by depth as there are, or as there are layers."""
     number = min(len(pruning.sparsity_by_depth), layers)
     return tuple(pruning.sparsity_at(i, number) for i in range(number))
 
 
 def _block(whole: Whole, small: Config) -> tuple[int, ...]:
-    """Blocks of two rows and columns at most."""
+    """Return a block of two rows and columns at most."""
     return tuple(min(side, 2) for side in whole.config.model.sparsity.block)
 
 
 def _head_dim(whole: Whole, small: Config) -> int:
-    """An even number, because RoPE pairs the features of a head; whole groups of N:M."""
+    """Return an even number, because RoPE pairs the features of a head, in whole groups of N:M."""
     group = small.model.sparsity.multiple
     return multiple_of(whole.least.head_dim, math.lcm(2, group * whole.split("head_dim")))
 
 
 def _embed(whole: Whole, small: Config) -> int:
-    """About as many features to those of all heads as the model has."""
+    """Return about as many features, for those of all heads, as the model has."""
     model = whole.config.model
     width = model.embed / (model.heads * model.head_size)
     features = small.model.heads * small.model.head_dim
@@ -153,7 +155,7 @@ def _embed(whole: Whole, small: Config) -> int:
 
 
 def _mlp(whole: Whole, small: Config) -> int:
-    """About as many features to those of the residual stream as the model has."""
+    """Return about as many features, for those of the residual stream, as the model has."""
     model = whole.config.model
     group = small.model.sparsity.multiple
     wanted = round(small.model.embed * model.mlp / model.embed)
@@ -161,7 +163,7 @@ def _mlp(whole: Whole, small: Config) -> int:
 
 
 def _experts(whole: Whole, small: Config) -> int:
-    """Two a device and more than a token chooses, but no more than the model has."""
+    """Return two experts a device and more than a token chooses, but no more than the model has."""
     model = whole.config.model
     split = whole.split("experts")
     experts = multiple_of(max(2 * split, model.experts_per_token + 1), split)
@@ -171,7 +173,9 @@ def _experts(whole: Whole, small: Config) -> int:
 
 
 def _vocab_size(whole: Whole, small: Config) -> int:
-    """At least _VOCAB rows, of which some are padding where the model's table has padding."""
+    """Return at least _VOCAB rows, of which some are padding where the model's table has
+    padding.
+    """
     model = whole.config.model
     multiple = small.model.vocab_multiple
     rows = odd_multiple(_VOCAB, multiple)
@@ -181,14 +185,16 @@ def _vocab_size(whole: Whole, small: Config) -> int:
 
 
 def _masks(whole: Whole, small: Config) -> tuple[str, ...]:
-    """Each mask once in its turn, made for the small sequence."""
+    """Return each mask once in its turn, made for the small sequence."""
     seq_len = whole.config.data.seq_len
     words = few_masks(whole.config.model.masks)
     return tuple(shrink_mask(word, seq_len, small.data.seq_len) for word in words)
 
 
 def _hidden(whole: Whole, small: Config) -> tuple[str, ...]:
-    """The pairs of layers whose hidden states are learned, each between layers where it was."""
+    """Return the pairs of layers whose hidden states are learned, each between layers where it
+    was.
+    """
     many = whole.config.model.layers
     few = small.model.layers
     asked = whole.config.distill.hidden
@@ -204,14 +210,14 @@ def _hidden(whole: Whole, small: Config) -> tuple[str, ...]:
 
 
 def _max_seq_len(whole: Whole, small: Config) -> int:
-    """As long as the sequence, or a little longer if it was longer."""
+    """Return the length of the sequence, or a little more if the model's was longer."""
     if whole.config.data.seq_len == whole.config.model.max_seq_len:
         return small.data.seq_len
     return small.data.seq_len + 3
 
 
 def _finest_ring(form: str) -> str:
-    """The ring of the most parts, where the form was left to choose."""
+    """Return the ring of the most parts, where the form was left to choose."""
     if form != "auto":
         return form
     rings = ring_forms()
@@ -219,7 +225,9 @@ def _finest_ring(form: str) -> str:
 
 
 def _batch(whole: Whole, small: Config) -> int:
-    """Two sequences of each microbatch for each shard, or for each half of one under Domino."""
+    """Return two sequences of each microbatch for each shard, or for each half of one under
+    Domino.
+    """
     rows = 2 * whole.split("batch")
     if small.overlap.domino == "on":
         rows *= 2
@@ -229,10 +237,10 @@ def _batch(whole: Whole, small: Config) -> int:
 
 
 class Rule(NamedTuple):
-    """What becomes of one setting."""
+    """A rule for one setting."""
 
     setting: str
-    """Its dotted key."""
+    """The dotted key of the setting."""
     becomes: Callable[[Whole, Config], Any]
     """Makes the small value from the whole config and the small one as the rules before left it."""
     why: str

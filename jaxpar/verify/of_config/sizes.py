@@ -1,4 +1,6 @@
-"""How many devices split what, on the mesh that was asked for and on the one that is verified."""
+"""The number of devices that split an array, on the mesh that was asked for and on the one that is
+verified.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the optimizer's step under a plan with the one on one device, from the same gradients.
+"""The comparison of the optimizer's step under a plan with one device's, from the same gradients.
 
 Parameters move by two steps, so that what the optimizer keeps of the first is part of the answer.
 """
@@ -25,6 +25,7 @@ from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment
 from jaxpar.train.optimizer.update import update
+from jaxpar.train.optimizer.updated_part import Part
 from jaxpar.train.state import gradient_axes
 from jaxpar.train.step import init_state
 from jaxpar.verify.comparison import Answer, copies
@@ -40,7 +41,9 @@ from jaxpar.verify.report import GradientRow, Verdict
 # of which a step is a thousandth or more. The worst seen, of Muon, is 1e-6.
 UPDATE = 1e-4
 _LEAST_STEP = 1e-3
-"""A step below this share of a parameter is compared with this share, as it is rounded more."""
+"""The share of a parameter below which a step is compared with this share, as it is rounded
+more.
+"""
 
 
 def compare_updates(case: Case, reference: Answer) -> Verdict:
@@ -73,7 +76,7 @@ def compare_updates(case: Case, reference: Answer) -> Verdict:
 
 
 def _experiment(case: Case, alone: bool) -> Experiment:
-    """The case in float32, on its own plan, or alone on one device."""
+    """Make the case's experiment in float32, on its own plan, or alone on one device."""
     config = case.config
     train = replace(
         config.train,
@@ -97,7 +100,9 @@ def _moved(
     case: Case,
     reference: Answer,
 ) -> dict[str, np.ndarray]:
-    """How far two steps move each parameter, [copies, *shape], with the model's order of layers."""
+    """Compute how far two steps move each parameter, [copies, *shape], with the model's order of
+    layers.
+    """
     model = experiment.model
     plan = experiment.plan
     layers = model.config.layers
@@ -125,7 +130,7 @@ def _moved(
         before = jax.tree.map(on_device, params)
         for share in (1.0, 0.5):
             given = jax.tree.map(lambda g, share=share: share * g, grads)
-            done = update(params, opt_state, given, sums, axes, experiment.optimizer, plan)
+            done = update(Part(params, opt_state, given, axes), sums, experiment.optimizer, plan)
             params = done.params
             opt_state = done.opt_state
         return jax.tree.map(lambda new, old: on_device(new) - old, params, before)

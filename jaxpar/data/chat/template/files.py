@@ -40,8 +40,8 @@ class ChatTemplate(NamedTuple):
 
 
 def load_template(tokenizer: str | Path, name: str = "") -> ChatTemplate:
-    """Load the chat template beside a tokenizer.json, or in tokenizer_config.json; of several that
-    of a `name`.
+    """Load the chat template beside a tokenizer.json, or in tokenizer_config.json; where there are
+    several, the one of a `name`.
 
     Raises:
       UserError: there is none, or none of that name, or a file cannot be read.
@@ -65,8 +65,8 @@ def load_template(tokenizer: str | Path, name: str = "") -> ChatTemplate:
 
 
 def find_template(tokenizer: str | Path, name: str = "") -> ChatTemplate | None:
-    """Return the chat template of a `name` beside a tokenizer.json, or their default; None where
-    there is none.
+    """Find the chat template of a `name` beside a tokenizer.json, or the default; None where there
+    is none.
 
     Raises:
       UserError: a file cannot be read.
@@ -83,8 +83,8 @@ def find_template(tokenizer: str | Path, name: str = "") -> ChatTemplate | None:
 
 
 def _named_templates(tokenizer: str | Path) -> tuple[dict[str, str], str]:
-    """Return the templates of a folder by name, and the file of the default; files of templates
-    come first.
+    """Read the templates of a folder by name, with the file of the default; files of templates come
+    first.
     """
     found: dict[str, Any] = {}
     own = beside(tokenizer, TEMPLATE)
@@ -125,7 +125,7 @@ def writes_date(tokenizer: str | Path) -> bool:
 
 
 def read_templates(tokenizer: str | Path) -> dict[str, str]:
-    """Return the texts of the chat templates beside a tokenizer.json by name, of which `default` is
+    """Read the texts of the chat templates beside a tokenizer.json by name, of which `default` is
     one.
 
     Raises:
@@ -136,7 +136,7 @@ def read_templates(tokenizer: str | Path) -> dict[str, str]:
 
 
 def special_tokens(tokenizer: str | Path) -> dict[str, Any]:
-    """Return the special tokens that lie beside a tokenizer.json: `{"bos_token": "<s>"}`; there may
+    """Read the special tokens that lie beside a tokenizer.json: `{"bos_token": "<s>"}`; there may
     be none.
 
     Raises:

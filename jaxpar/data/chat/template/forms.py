@@ -1,5 +1,5 @@
-"""Which forms of a message a chat template is given: text or parts, arguments of calls as text or
-as objects.
+"""The forms in which a chat template is given a message: text or parts, arguments of calls as text
+or as objects.
 
 Some templates take either, some only one, and write nothing, or Python's own form of a dictionary,
 where they are given the other. So each is tried on conversations whose words are known:
@@ -42,31 +42,31 @@ _TOOL = {
     "parameters": {"type": "object", "properties": {}},
 }
 ABSENT: Any = object()
-"""In place of a content: the message has no such key."""
+"""The content of a message that has no such key."""
 NO_CONTENT = (None, ABSENT, "")
-"""What a message that says nothing may have as its content."""
+"""The contents that a message may have that says nothing."""
 
 
 class Forms(NamedTuple):
-    """The forms in which a template is given what it writes."""
+    """The forms in which a template takes messages and calls."""
 
     needs_parts: frozenset[str]
     """The roles whose content has to be a list of parts."""
     needs_text: frozenset[str]
     """The roles whose content has to be text."""
     arguments: frozenset[type]
-    """What the arguments of a call may be: `dict`, `str` (JSON) or either; nothing where it writes
-    no calls.
+    """The types that the arguments of a call may have: `dict`, `str` (JSON) or both; empty where
+    the template writes no calls.
     """
     no_content: tuple[Any, ...]
-    """Those of `NO_CONTENT` with which it writes a call."""
+    """The members of `NO_CONTENT` with which the template writes a call."""
     closes: bool
-    """Whether it writes something after an answer that ends the conversation."""
+    """Whether the template writes something after an answer that ends the conversation."""
 
 
 class _Calls(NamedTuple):
-    """What a template makes of a call in each form of its arguments, by what stands in place of the
-    content.
+    """The texts that a template makes of a call in each form of its arguments, by what stands in
+    place of the content.
     """
 
     as_object: dict[Any, str]
@@ -74,10 +74,10 @@ class _Calls(NamedTuple):
 
 
 def find_forms(template: ChatTemplate, more: Mapping[str, Any]) -> Forms:
-    """Find what a template can write, with the other names that it is given.
+    """Find the forms that a template can write, given other names (`more`).
 
     Raises:
-      UserError: it does not come to an end, or the `hf` extra is missing.
+      UserError: the template does not come to an end, or the `hf` extra is missing.
     """
     others = {key: value for key, value in more.items() if key not in ("tools", "documents")}
     plain = [{"role": role, "content": _WORDS[role]} for role in ("user", "assistant")]
@@ -116,14 +116,14 @@ def find_forms(template: ChatTemplate, more: Mapping[str, Any]) -> Forms:
 def _written(
     template: ChatTemplate, talks: Sequence[Sequence[Message]], more: Mapping[str, Any]
 ) -> list[str]:
-    """Return what a template makes of conversations, nothing where it refuses one."""
+    """Write conversations by a template; the text of one that it refuses is empty."""
     found = try_render(template, [(talk, False) for talk in talks], more)
     return ["" if isinstance(one, str) else one.text for one in found]
 
 
 def _roles(texts: Sequence[str]) -> frozenset[str]:
-    """Return the roles whose word stands in a text, and not in Python's form of a list of parts, or
-    in JSON.
+    """Find the roles whose word stands in a text, but not in a list of parts that is printed by
+    Python or as JSON.
     """
     found = {role for role, word in _WORDS.items() for text in texts if word in text}
     printed = {role for role in found for text in texts if _printed_part(_WORDS[role], text)}
@@ -162,7 +162,7 @@ def _written_calls(template: ChatTemplate, more: Mapping[str, Any]) -> _Calls:
 
 
 def _arguments(calls: _Calls) -> frozenset[type]:
-    """Return the forms that the arguments of a call may have; text only if it is written as the
+    """Return the types that the arguments of a call may have; `str` only if text is written as the
     object is.
     """
     if not calls.as_object:
@@ -173,7 +173,7 @@ def _arguments(calls: _Calls) -> frozenset[type]:
 
 
 def _calling(arguments: Any, content: Any) -> list[Message]:
-    """Return a conversation with a call."""
+    """Make a conversation with a call."""
     call = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     turn = _with_content({"role": "assistant", "tool_calls": [call]}, content)
     asked = {"role": "user", "content": _WORDS["user"]}
@@ -190,7 +190,7 @@ def _with_content(message: Mapping[str, Any], content: Any) -> dict[str, Any]:
 
 
 def shape_messages(messages: Sequence[Message], forms: Forms, origin: str) -> list[Message]:
-    """Return messages in the forms that a template can write; `origin` names it.
+    """Convert messages to the forms that a template can write; `origin` is its file, for messages.
 
     Raises:
       UserError: a message calls tools, and the template does not write calls.
@@ -228,8 +228,8 @@ def _shape(number: int, message: Message, forms: Forms, origin: str) -> Message:
 
 
 def _shape_call(call: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
-    """Return a call, which may be OpenAI's or the function alone, with arguments that the template
-    can write.
+    """Convert a call, OpenAI's or the function alone, to have arguments that the template can
+    write.
     """
     if isinstance(call.get("function"), dict):
         return {**call, "function": _shape_call(call["function"], forms)}

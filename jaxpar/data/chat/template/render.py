@@ -27,20 +27,26 @@ from jaxpar.base.errors import UserError
 from jaxpar.data.chat.template.files import ChatTemplate
 
 SECONDS = 20
-"""So long may a template compute each time that it writes a conversation."""
+"""The seconds that a template may compute each time that it writes a conversation."""
 _BATCH = 2**22
-"""So many characters of conversations are given to the process at once, or one that is longer."""
+"""The characters of conversations that the process is given at once, if a single one is not
+longer.
+"""
 _LONGEST = 2**27
-"""Characters of a conversation with which the process, whose memory has a limit, can begin."""
+"""The characters of a conversation with which the process, whose memory has a limit, can begin."""
 Message = Mapping[str, Any]
-"""At least a `role`, and what is said, as in OpenAI's and Hugging Face's chat formats."""
+"""A message: at least a `role`, and what is said, as in OpenAI's and Hugging Face's chat
+formats.
+"""
 Span = tuple[int, int]
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""What a message's reasoning is called; `transformers` gives a template the first two."""
+"""The names of a message's reasoning; `transformers` gives a template the first two."""
 _OUT_OF_TIME = -getattr(signal, "SIGXCPU", 0)
-"""How the process that renders ends at its limit of time; nobody else sends this signal."""
+"""The code with which the process that renders ends at its limit of time; nobody else sends this
+signal.
+"""
 GIVEN = ("messages", "add_generation_prompt")
-"""Names that every conversation brings along."""
+"""The names that every conversation brings along."""
 
 
 class Rendered(NamedTuple):
@@ -48,7 +54,7 @@ class Rendered(NamedTuple):
 
     text: str
     generated: tuple[Span, ...] | None
-    """What the template marks by `{% generation %}`, as characters [begin, end); None where it has
+    """The characters [begin, end) that the template marks by `{% generation %}`; None where it has
     no such marks.
     """
     undefined: tuple[str, ...]
@@ -62,8 +68,7 @@ def render(
     /,
     **more: Any,
 ) -> str:
-    """Write a conversation as the template does, as
-    `transformers.apply_chat_template(tokenize=False)` would.
+    """Write a conversation as `transformers.apply_chat_template(tokenize=False)` would.
 
     `add_generation_prompt` also writes what comes before an answer, so that the model gives one.
     `more` are other names that the template may read, such as `tools`.
@@ -89,9 +94,9 @@ def try_render(
     """Write several conversations, each with or without a generation prompt, with the same other
     names.
 
-    The messages are given as they are (see `plain_message`). Where the template refuses a
-    conversation, its own words stand in place of the text. `today` is what `strftime_now` writes;
-    None = this moment.
+    The messages are given as they are (`plain_message`). Where the template refuses a conversation,
+    its own words stand in place of the text. `today` is what `strftime_now` writes; None = this
+    moment.
 
     Raises:
       UserError: the template comes to no end, or the `hf` extra is missing.
@@ -119,8 +124,8 @@ def _rendered(answer: Mapping[str, Any]) -> Rendered:
 
 
 def plain_message(message: Message) -> dict[str, Any]:
-    """Return a message without the keys that are null, its reasoning by each name that a template
-    may read.
+    """Return a message without keys that are null, with its reasoning under each name that a
+    template may read.
 
     The content of a turn that calls tools stays null, since there are templates that write a call
     only then.
@@ -137,7 +142,7 @@ def plain_message(message: Message) -> dict[str, Any]:
 
 
 def names_read(template: ChatTemplate) -> frozenset[str]:
-    """Return the names that a template reads and does not set itself.
+    """Find the names that a template reads and does not set itself.
 
     Raises:
       UserError: it is not Jinja.
@@ -163,7 +168,9 @@ class _Worker:
     def ask(
         self, template: str, names: Sequence[Any] | None, now: date, origin: str
     ) -> list[dict[str, Any]]:
-        """Return what the process made of each of the names; see `worker`."""
+        """Ask the process to render a template with each of the names, and return its answers
+        (`worker`).
+        """
         if isinstance(now, datetime):
             moment = now
         else:
@@ -175,7 +182,7 @@ class _Worker:
         return found
 
     def _answers(self, line: str, origin: str) -> list[dict[str, Any]]:
-        """Return what the process made of the names in a line."""
+        """Return the process's answers to a line, for each of the names in it."""
         with self._lock:
             answer, code = self._exchange(line)
             if not answer and code != _OUT_OF_TIME:  # somebody has ended it, and not this template
@@ -259,7 +266,8 @@ class _Worker:
 
 
 def _lines(asked: Mapping[str, Any], names: Sequence[Any] | None) -> Iterator[str]:
-    """Yield the lines that ask for a template with each of the names, or for what it reads.
+    """Yield the lines that ask the process for a template with each of the names, or for what it
+    reads.
 
     A process that was given all at once would hold a long conversation as often as it is written.
     """

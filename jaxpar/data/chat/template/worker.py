@@ -1,5 +1,5 @@
-"""A process that renders chat templates, which are programs of strangers: it may take so much time
-and memory, no more.
+"""A process that renders chat templates, which are programs of strangers, within limits of time and
+memory.
 
 It is started as a script, so that it imports nothing but Jinja. Each line of its input is a JSON
 object with a template and names to render it with; each line of its output is the list of what it
@@ -41,10 +41,10 @@ except ImportError:  # Windows has no limits of this kind
     resource = None
 
 MEMORY = 2 * 2**30
-"""Bytes that a template may take."""
+"""The bytes of memory that a template may take."""
 _TOO_LARGE = f"it takes more than {MEMORY >> 30} GiB of memory"
 LONGEST = 2**26
-"""Characters that it may write."""
+"""The characters that a template may write."""
 MARK_CHOICES = "".join(map(chr, range(0xE0F0, 0xE100)))
 """Characters for private use, of which two that a text does not have mark what is generated in
 it.
@@ -52,8 +52,8 @@ it.
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag `{% generation %} ... {% endgeneration %}`, with which templates mark what the
-    assistant writes.
+    """The tag `{% generation %} ... {% endgeneration %}`, by which templates mark the assistant's
+    words.
     """
 
     tags = {"generation"}  # noqa: RUF012
@@ -69,13 +69,13 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Marks:
-    """What the tag writes before and after its body while a template is rendered."""
+    """The marks that the tag writes before and after its body while a template is rendered."""
 
     now: tuple[str, str] = ("", "")
 
 
 class _Missing(jinja2.Undefined):
-    """A name that nothing defines. It is written as nothing, as `transformers` does, and
+    """A name that nothing defines: it is written as nothing, as in `transformers`, and
     remembered.
     """
 
@@ -119,14 +119,14 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as `transformers` writes it; Jinja's own filter escapes HTML."""
+    """Write JSON as `transformers` does; Jinja's own filter escapes HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja's sandbox with the names and filters that `transformers` gives a template."""
+    """Make Jinja's sandbox with the names and filters that `transformers` gives a template."""
     extensions = [_Generation, jinja2.ext.loopcontrols]
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=extensions
@@ -160,8 +160,8 @@ def _render(
 
 
 def _answer(template: str, names: dict[str, Any]) -> dict[str, Any]:
-    """The text of a template, where its marks put what is generated, and the names that it lacked;
-    or its error.
+    """Render a template: its text, where its marks put what is generated, and the names that it
+    lacked; or its error.
     """
     try:
         _Missing.written = set()
@@ -191,8 +191,8 @@ def _marked_spans(
     marked: str,
     marks: list[str],
 ) -> list[list[int]] | None:
-    """The characters [begin, end) of a text that stand between marks; None where marking has
-    changed the text.
+    """Find the characters [begin, end) of a text between marks; None where marking has changed the
+    text.
     """
     opening, closing = marks
     if marked.replace(opening, "").replace(closing, "") != text:
@@ -213,8 +213,8 @@ _IN_MACROS = frozenset({"caller", "varargs", "kwargs"})
 
 
 class _NamesRead:
-    """The names that a template reads where it has not set them itself, on one of the ways through
-    it at least.
+    """The names that a template reads where it has not set them itself, on at least one way through
+    it.
     """
 
     def __init__(self, tree: jinja2.nodes.Template):
@@ -227,7 +227,7 @@ class _NamesRead:
         nodes: Iterable[jinja2.nodes.Node],
         known: set[str],
     ) -> None:
-        """Follow nodes in their order; what they set is added to the names that are known."""
+        """Follow nodes in their order, and add what they set to the names that are known."""
         for node in nodes:
             self._read_one(node, known)
 
@@ -269,8 +269,8 @@ class _NamesRead:
                 self._read(node.iter_child_nodes(), known)
 
     def _read_branches(self, node: jinja2.nodes.If, known: set[str]) -> None:
-        """Follow each branch; known afterwards is what all have set, but those that go no
-        further.
+        """Follow each branch; afterwards the names are known that every branch has set that goes
+        on.
         """
         sets: list[set[str]] = []
         for branch in (node, *node.elif_):
@@ -285,7 +285,7 @@ class _NamesRead:
 
 
 def _goes_no_further(body: Iterable[jinja2.nodes.Node]) -> bool:
-    """Whether nodes end with an error, or with the next turn of a loop."""
+    """Return whether nodes end with an error, or with the next turn of a loop."""
     for node in body:
         if isinstance(node, (jinja2.nodes.Break, jinja2.nodes.Continue)):
             return True
@@ -298,7 +298,7 @@ def _goes_no_further(body: Iterable[jinja2.nodes.Node]) -> bool:
 
 
 def _names(template: str) -> dict[str, Any]:
-    """The names that a template reads and does not set itself; or its error."""
+    """Find the names that a template reads and does not set itself; or its error."""
     try:
         return {"names": sorted(_NamesRead(_ENVIRONMENT.parse(template)).found)}
     except Exception as error:  # whatever Jinja's parser raises
@@ -330,7 +330,7 @@ def main() -> None:
 
 
 def _reply(line: str) -> str:
-    """The answer to a line of the input."""
+    """Answer a line of the input."""
     try:
         asked = json.loads(line)
         _Date.now = datetime.fromisoformat(asked["now"])

@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxpar.base.errors import UserError, is_kind, parse_json, reading
 from jaxpar.base.storage import Found
+from jaxpar.train.runs.folder.orbax_names import STATE
 from jaxpar.train.runs.folder.steps import CHECKPOINTS
 
 UPLOADED = "uploaded.json"
@@ -23,10 +24,8 @@ LOCK = "lock.json"
 """Says which training has a run folder (`jaxpar.train.runs.locks.run_lock`); it is no part of the
 run.
 """
-ARRAYS = "state/"
+ARRAYS = f"{STATE}/"
 PARTS = "parts/"
-CHUNK = re.compile(r"state/.*/\d+(\.\d+)*")
-"""A part of an array, which the process that holds it writes; other files all write alike."""
 _UNFINISHED = re.compile(r"\.[0-9a-f]{32}")
 """A file on its way to its name (`whole_files.replacing`)."""
 

@@ -19,7 +19,6 @@ from jax.experimental import multihost_utils
 from jaxpar.base.errors import UserError, reading
 from jaxpar.base.storage import Bucket, Found, say
 from jaxpar.train.runs.bucket.layout import (
-    CHUNK,
     PARTS,
     UPLOADED,
     Sizes,
@@ -34,12 +33,12 @@ from jaxpar.train.runs.bucket.layout import (
     write_sizes,
 )
 from jaxpar.train.runs.folder.manifest import LOSS
+from jaxpar.train.runs.folder.orbax_names import CHUNK, METRICS
 from jaxpar.train.runs.folder.steps import CHECKPOINTS
 
 _EVERY_SECONDS = 30.0
 _PEERS_SECONDS = 1800.0
 """How long the first process waits for the files of another."""
-_LOOK_SECONDS = 0.2
 
 
 class Sender:
@@ -69,7 +68,7 @@ class Sender:
         """The last step, until it is sent once more."""
         self._stopped = threading.Event()
         self.seconds = 0.0
-        """How long the last step took from its save until it was sent."""
+        """How long the last step took to be sent, once it was written."""
         if self._main:
             self._remove_unfinished()
             threading.Thread(target=self._send_now_and_then, daemon=True).start()
@@ -77,7 +76,11 @@ class Sender:
             multihost_utils.sync_global_devices("jaxpar_bucket_run")
 
     def send_step(self, step: int) -> None:
-        """Send a step once it is on this machine as a whole; `wait` says how that ended."""
+        """Send a step that is on this machine as a whole; `wait` says how that ended. Where it was
+        stopped meanwhile, the run may be another training's, and nothing is sent.
+        """
+        if self.stopped:
+            return
         self.wait()
         self._again = step
         self._step = self._thread.submit(self._send_step, step)
@@ -99,9 +102,7 @@ class Sender:
             self._step.result()
 
     def stop(self) -> None:
-        """Send no more of itself, and wait no longer for a step that could not be written on this
-        machine. `send` still sends.
-        """
+        """Send no more of itself. `send` still sends."""
         self._stopped.set()
 
     @property
@@ -143,13 +144,9 @@ class Sender:
 
     def _send_files(self, step: int) -> None:
         folder = self._folder / CHECKPOINTS / str(step)
-        while not folder.is_dir():  # Orbax renames it, once all of it is there
-            if self._stopped.is_set():
-                return
-            time.sleep(_LOOK_SECONDS)
         prefix = f"{CHECKPOINTS}/{step}/"
         names = [name for name in names_below(folder) if self._main or CHUNK.fullmatch(name)]
-        names = [name for name in names if not name.startswith("metrics/")]
+        names = [name for name in names if not name.startswith(f"{METRICS}/")]
         rows = {name: size_and_hash(folder / name) for name in names}
         self._bucket.send_all((folder / name, prefix + name) for name in names)
         if not self._main:
@@ -196,7 +193,7 @@ class Sender:
         if not name.startswith(CHECKPOINTS + "/"):
             return True
         _, step, *rest = name.split("/")
-        later = rest[:1] in (["metrics"], [LOSS])
+        later = rest[:1] in ([METRICS], [LOSS])
         return step.isdecimal() and int(step) in self._steps and later
 
     def _remove_retired(self) -> None:

@@ -22,11 +22,11 @@ import xxhash
 from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.errors import UserError, is_kind, parse_json, require_kinds
 from jaxpar.base.machine import versions
+from jaxpar.train.runs.folder.orbax_names import METRICS, OF_ZARR, STEP_METADATA
 
 MANIFEST = "manifest.json"
 LOSS = "val_loss.json"
-METADATA = "_CHECKPOINT_METADATA"
-_LATER = (MANIFEST, LOSS, METADATA, "metrics")
+_LATER = (MANIFEST, LOSS, STEP_METADATA, METRICS)
 """What lies in the folder of a step and is written after the rest: its manifest, its loss, and when
 it was finished.
 """
@@ -247,10 +247,6 @@ def _all_of(manifest: Manifest, name: str) -> range:
     return range(len(manifest.hashes[name]))
 
 
-_OF_ZARR = (".zarray", ".zgroup", ".zattrs")
-"""Files in which Zarr says what an array is."""
-
-
 def _sizes(folder: Path) -> dict[str, int]:
     """Return the bytes of each file of a step, but of those that are written later, by path."""
     return dict(_sizes_below(folder, ""))
@@ -263,7 +259,7 @@ def _sizes_below(folder: Path, inside: str) -> Iterator[tuple[str, int]]:
             if name not in _LATER:
                 yield from _sizes_below(path, name + "/")
         # any other hidden one is a file on its way to its name
-        elif path.name in _OF_ZARR or (name not in _LATER and not path.name.startswith(".")):
+        elif path.name in OF_ZARR or (name not in _LATER and not path.name.startswith(".")):
             yield name, path.stat().st_size
 
 

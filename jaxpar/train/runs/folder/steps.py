@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 
 from jaxpar.base.errors import UserError, read_json
-from jaxpar.train.runs.folder.manifest import METADATA, UnreadCheckpoint, require_whole
+from jaxpar.train.runs.folder.manifest import UnreadCheckpoint, require_whole
+from jaxpar.train.runs.folder.orbax_names import STATE, STEP_METADATA
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run that has its checkpoints, each in a folder of its step."""
 DAMAGED = "damaged"
 """The folder of a run that damaged checkpoints are moved to; nothing removes them there."""
-_STATE = "state"
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -34,7 +34,7 @@ def _holds_checkpoint(path: Path) -> bool:
     """Whether there is anything of a checkpoint in a folder. The arrays may still be in a
     bucket.
     """
-    return (path / _STATE).exists() or (path / METADATA).exists()
+    return (path / STATE).exists() or (path / STEP_METADATA).exists()
 
 
 def _is_number(name: str) -> bool:
@@ -88,7 +88,7 @@ def _missing(path: Path) -> str:
         if not _is_number(path.name) or not _holds_checkpoint(path):
             return "it holds no checkpoint"
         require_whole(path, int(path.name), "sizes")
-        read_json(path / METADATA)
+        read_json(path / STEP_METADATA)
     except UnreadCheckpoint:
         raise
     except OSError as error:
@@ -96,7 +96,7 @@ def _missing(path: Path) -> str:
     except UserError as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
-            raise UnreadCheckpoint(f"{METADATA} cannot be read ({cause.strerror})") from error
+            raise UnreadCheckpoint(f"{STEP_METADATA} cannot be read ({cause.strerror})") from error
         return str(error)
     return ""
 

@@ -17,12 +17,11 @@ from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.errors import Say, UserError, is_kind, read_json
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.runs.folder.manifest import LOSS
+from jaxpar.train.runs.folder.orbax_names import METRICS_FILE
 from jaxpar.train.runs.folder.steps import steps_in
 
 METRIC = "val_loss"
 _CHECK = "check"
-_OLDER = ("metrics", "metrics")
-"""Where earlier versions have it, unchecked."""
 
 
 def lowest(losses: Mapping[int, float], steps: Iterable[int]) -> int | None:
@@ -84,18 +83,20 @@ class Losses:
         return None
 
     def add(self, step: int, loss: float) -> None:
-        """Keep the loss of a step, and write it once the step is there."""
+        """Keep the loss of a step, for `write`."""
         self.known[step] = self._unwritten[step] = loss
-        self.write()
 
     def forget(self, step: int) -> None:
         """Drop the loss of a step that is about to be saved anew."""
         self.known.pop(step, None)
         self._unwritten.pop(step, None)
 
-    def write(self) -> None:
+    def write(self) -> list[int]:
         """Write the losses of those steps that have been written to their end; the others wait for
         it.
+
+        Returns:
+          The steps.
 
         Raises:
           UserError: one cannot be written.
@@ -106,11 +107,13 @@ class Losses:
             if jax.process_index() == 0:
                 content = {METRIC: loss, _CHECK: _check(step, loss)}
                 write_whole(self._folder / str(step) / LOSS, json.dumps(content) + "\n")
+        return there
 
 
 def _read_older(place: Path) -> float | None:
+    """The loss where earlier versions have it, unchecked."""
     with suppress(UserError):
-        loss = read_json(place.joinpath(*_OLDER)).get(METRIC)
+        loss = read_json(place / METRICS_FILE).get(METRIC)
         if is_kind(loss, float):
             return loss
     return None

@@ -28,10 +28,11 @@ from jaxpar.base.layout.sharding import path_name
 from jaxpar.base.process.multihost import run_together
 from jaxpar.train.runs.checkpoints import PyTree, warn
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint, Manifest, require_whole
-from jaxpar.train.runs.folder.steps import CHECKPOINTS, steps_in
+from jaxpar.train.runs.folder.steps import CHECKPOINTS
 from jaxpar.train.runs.local_tier.starts import Starts, begin_starts
 from jaxpar.train.runs.locks.run_lock import RunLock
 from jaxpar.train.runs.orbax_options import longest_save
+from jaxpar.train.runs.stores import OwnDiskStore
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
 _OWNER = "run.json"
@@ -106,8 +107,9 @@ class LocalTier:
         standard error, as no other process knows of them.
         """
         found = {}
-        for step in steps_in(self._place / CHECKPOINTS):
-            place = self._place / CHECKPOINTS / str(step)
+        store = OwnDiskStore(self._place / CHECKPOINTS)
+        for step in store.steps():
+            place = store.folder / str(step)
             try:
                 manifest = require_whole(place, step)
                 problem = self._problem(step, manifest)
@@ -175,8 +177,8 @@ class LocalTier:
             {**identity, _LOCAL: noted},
             warn,
             self._lock.require,
-            own_disk=True,
-            seconds=self._seconds,
+            OwnDiskStore,
+            self._seconds,
         )
 
     def _remove_others(self, kept: list[int]) -> None:

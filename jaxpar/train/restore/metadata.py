@@ -1,6 +1,6 @@
-"""What a checkpoint has of a state, what is saved beside it, and how that is read.
+"""What a checkpoint has of a state, and the metadata that are saved beside it and read again.
 
-What is beside tells whether a state is of the step that its folder says, in which order its layers
+The metadata tell whether a state is of the step that its folder says, in which order its layers
 are, and whose optimizer, parts, teacher and frozen weights it was trained with.
 """
 
@@ -28,7 +28,7 @@ PARTS = "parts"
 OPTIMIZER = "optimizer"
 OPTIMIZER_FINGERPRINT = "optimizer_fingerprint"
 TEACHER = "teacher"
-_BESIDE_KINDS = {
+_KINDS = {
     STEP: int | None,
     "iterator": dict[str, Any] | None,
     "training_tokens": int | None,
@@ -41,7 +41,7 @@ _BESIDE_KINDS = {
 }
 
 
-def beside_state(
+def state_metadata(
     experiment: Experiment,
     iterator: Any,
     tokens: int | None,
@@ -49,10 +49,10 @@ def beside_state(
     teacher: str | None = None,
     step: int | None = None,
 ) -> dict[str, Any]:
-    """Return what is saved beside a state: the data iterator's state, its number of tokens, the
-    layers' order, the `fingerprint` of the frozen parameters, the names of parts of one's own, the
-    optimizer's name, the fingerprint of one that a program gave, what tells its teacher from
-    another, and the step.
+    """Return the metadata that are saved beside a state: the state of the data iterator, its number
+    of tokens, the order of the layers, the `fingerprint` of the frozen parameters, the names of
+    parts of one's own, the name of the optimizer, the fingerprint of one that a program gave, what
+    tells its teacher from another, and the step.
     """
     model = experiment.model
     order = stored_order(experiment.plan, model.config.layers)
@@ -69,8 +69,8 @@ def beside_state(
     }
 
 
-def read_beside(checkpoints: Checkpoints, step: int, layers: int) -> dict[str, Any]:
-    """Return what `beside_state` had saved.
+def read_metadata(checkpoints: Checkpoints, step: int, layers: int) -> dict[str, Any]:
+    """Return what `state_metadata` had saved.
 
     Args:
       checkpoints: those of the run.
@@ -82,7 +82,7 @@ def read_beside(checkpoints: Checkpoints, step: int, layers: int) -> dict[str, A
       UserError: it is of other kinds than were saved, or cannot be read.
     """
     place = f"what is beside the state of {checkpoints.folder / str(step)}"
-    data = require_kinds(checkpoints.data(step), _BESIDE_KINDS, place)
+    data = require_kinds(checkpoints.data(step), _KINDS, place)
     # None in those of earlier versions
     if data.get(STEP) is not None:
         require_step(checkpoints, step, data[STEP])

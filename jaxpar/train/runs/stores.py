@@ -1,0 +1,358 @@
+"""Where the steps of a run are kept: in its folder, in a bucket, on the disk of each process, or
+wherever a program's own store keeps them.
+
+Orbax reads and writes a step as a folder of this machine, so every store has a folder with a folder
+for each step: a store that keeps them elsewhere brings them there and takes them from there. What
+reads and writes checkpoints asks the store, and never which kind it is.
+
+Whose disk the folder is on (`Disk`) says which processes do what:
+
+    what                                      shared         copy            own
+    makes the folder, needs room (`writes`)   first          each            each
+    writes manifests (`hashes`)               first          first           each
+    writes a part of an array                 those with it  one with it     each with it
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+from jaxpar.base.atomic_write import make_folder, sync, writing
+from jaxpar.base.console import bytes_text
+from jaxpar.base.errors import UserError, require_local
+from jaxpar.base.layout.sharding import PyTree
+from jaxpar.base.machine import cache_folder
+from jaxpar.base.process.multihost import run_together
+from jaxpar.train.runs.bucket import copy_of
+from jaxpar.train.runs.bucket.copy import NotAsSent, RunCopy
+from jaxpar.train.runs.folder.manifest import DamagedCheckpoint, read_manifest
+from jaxpar.train.runs.folder.orbax_names import STEP_METADATA
+from jaxpar.train.runs.folder.steps import clear_up, steps_in
+from jaxpar.train.runs.locks.in_use import in_use, steps_in_use
+
+Disk = Literal["shared", "copy", "own"]
+"""Whose disk a checkpoint is on: one that all processes see; that of a process, which has a copy of
+a run in a bucket with the files that it sends; or that of a process, with all that it holds.
+"""
+
+
+class CheckpointStore:
+    """Where the steps of a run are kept: as it stands, in a folder that all processes see.
+
+    A store that keeps them elsewhere overrides what differs: `read`, `write`, `update`, `remove`
+    and `steps`, and `clear_up`. It is made with the folder, and from then on has in it a folder for
+    each of its steps, from which the arrays (`state`) may be missing until they are read.
+
+    Attributes:
+      folder: has a folder for each step, by its number.
+      disk: whose disk the folder is on.
+      seconds: how long the last step took to be kept, once it was written to the folder, where
+        `write` leaves that to a thread.
+    """
+
+    disk: Disk = "shared"
+    seconds: float = 0.0
+
+    def __init__(self, folder: Path):
+        """Look at nothing yet.
+
+        Args:
+          folder: the folder, which may be absent.
+
+        Raises:
+          UserError: the folder is a URL.
+        """
+        require_local(folder)
+        self.folder = folder.absolute()
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes what all have: the first one, or each on its own disk."""
+        return self.disk != "shared" or jax.process_index() == 0
+
+    @property
+    def hashes(self) -> bool:
+        """Whether this process writes manifests: the first one, as that of a run in a bucket is its
+        own; or each on its own disk.
+        """
+        return self.disk == "own" or jax.process_index() == 0
+
+    def steps(self) -> list[int]:
+        """Return the steps that are kept, sorted."""
+        return steps_in(self.folder)
+
+    def read(self, step: int) -> None:
+        """Have all files of a step in its folder, as its arrays are about to be read.
+
+        Args:
+          step: the step, which may be one that is not kept any more.
+
+        Raises:
+          DamagedCheckpoint: it is not as it was written.
+          UserError: it cannot be read.
+        """
+
+    def in_use(self, step: int) -> AbstractContextManager[None]:
+        """Mark a step as being read, so that a training beside keeps it as long.
+
+        Args:
+          step: the step that is read inside.
+        """
+        return in_use(self.folder.parent, step)
+
+    def steps_in_use(self, steps: Sequence[int]) -> set[int]:
+        """Return the steps that are being read, or may be.
+
+        Args:
+          steps: those that there are.
+        """
+        return steps_in_use(self.folder.parent, steps)
+
+    def open(self) -> None:
+        """Begin to write. All processes must call this.
+
+        Raises:
+          UserError: nothing can be written there.
+        """
+
+        def make() -> None:
+            if self.writes:
+                with writing(self.folder):
+                    make_folder(self.folder)
+
+        run_together(make)
+
+    def clear_up(self, keep: int, best: int | None) -> list[str]:
+        """Take out of the folder what Orbax would take for a step and is none, before a training
+        goes on: of what is kept elsewhere a part may be missing that is not damaged.
+
+        Args:
+          keep: how many of the newest steps are kept.
+          best: the step that is kept besides; None = none is.
+
+        Returns:
+          A line for each that was moved aside, or that could not be read and is left.
+
+        Raises:
+          UserError: one cannot be moved.
+        """
+        return clear_up(self.folder, keep, best) if self.writes else []
+
+    def require_room(self, state: PyTree) -> None:
+        """Require that this process can write its part of a step.
+
+        Args:
+          state: the arrays.
+
+        Raises:
+          UserError: it cannot, and the message says what to do.
+        """
+        if self.writes:
+            require_space(self.folder, bytes_to_write(state, self.disk), self._disk_name)
+            _require_writable(self.folder)
+
+    @property
+    def _disk_name(self) -> str:
+        """What a message calls the disk of the folder."""
+        return f"the disk of {self.folder}"
+
+    def write(self, step: int) -> None:
+        """Keep a step, whose folder has its name now. Each process calls this in a thread of
+        Orbax's, before older steps are removed.
+
+        Once this has returned, or `wait`, the step is durable: the run goes on from it, also after
+        a power cut.
+
+        Args:
+          step: the step, all of whose files are there and have reached the disk, but for when it
+            was whole, which Orbax notes last, and its name.
+
+        Raises:
+          Exception: it cannot be kept; whatever it is, the older steps stay.
+        """
+        place = self.folder / str(step)
+        sync(place / STEP_METADATA)
+        sync(place)
+        sync(self.folder)
+
+    def update(self, step: int) -> None:
+        """Keep what was added to the folder of a step after it was written: its validation loss.
+
+        Args:
+          step: the step.
+        """
+
+    def wait(self) -> None:
+        """Wait until what was written is kept.
+
+        Raises:
+          UserError: it could not be.
+        """
+
+    def remove(self, step: int) -> None:
+        """Keep a step no longer, as newer ones are there, or the run does not go on from it. Each
+        process calls this; of the folder Orbax has removed it, or it was moved aside.
+
+        Args:
+          step: the step.
+        """
+
+    def close(self) -> None:
+        """Keep what is left, as nothing more is written.
+
+        Raises:
+          UserError: it cannot be kept.
+        """
+
+    def stop(self) -> None:
+        """Keep nothing more, not even a step that is still being written: the training fails, or is
+        over, and the run may be another's.
+        """
+
+
+class OwnDiskStore(CheckpointStore):
+    """Keeps the part of each process in a folder of its own machine, with all that it holds."""
+
+    disk: Disk = "own"
+
+
+class BucketStore(CheckpointStore):
+    """Keeps the steps of a run in a bucket, of which each process has a copy."""
+
+    disk: Disk = "copy"
+
+    def __init__(self, folder: Path, copy: RunCopy):
+        """Look at nothing yet.
+
+        Args:
+          folder: that of the checkpoints in the copy.
+          copy: the copy of the run.
+        """
+        super().__init__(folder)
+        self._copy = copy
+
+    def read(self, step: int) -> None:
+        try:
+            self._copy.complete(step)
+        # a bucket that does not answer has not damaged anything
+        except NotAsSent as error:
+            raise DamagedCheckpoint(str(error), self.folder / str(step)) from error
+
+    def open(self) -> None:
+        self._copy.start_sending()
+        super().open()
+
+    def clear_up(self, keep: int, best: int | None) -> list[str]:
+        return []  # what a bucket has is a step only once all of it is there
+
+    @property
+    def _disk_name(self) -> str:
+        return f"the disk of {cache_folder()}, which has the copy of {self.folder.parent},"
+
+    def write(self, step: int) -> None:
+        if self._copy.sender is not None:
+            self._copy.sender.send_step(step)
+
+    def wait(self) -> None:
+        if self._copy.sender is not None:
+            self._copy.sender.wait()
+            self.seconds = self._copy.sender.seconds
+
+    def remove(self, step: int) -> None:
+        self._copy.leave_out(step)
+
+    def close(self) -> None:
+        if self._copy.sender is not None:
+            self._copy.sender.send()
+
+    def stop(self) -> None:
+        if self._copy.sender is not None:
+            self._copy.sender.stop()
+
+
+StoreOf = Callable[[Path], CheckpointStore]
+"""Makes the store of a folder of checkpoints."""
+
+
+def store_of(folder: Path) -> CheckpointStore:
+    """Return the store of a folder of checkpoints: that of a bucket where its run is the copy of
+    one.
+
+    Args:
+      folder: the folder, which may be absent.
+    """
+    copy = copy_of(folder.absolute().parent)
+    return CheckpointStore(folder) if copy is None else BucketStore(folder, copy)
+
+
+_BESIDE = 2**20
+"""Bytes for what is written beside the arrays: the form of the state, the manifest, metrics."""
+
+
+def require_space(folder: Path, size: int, disk: str) -> None:
+    """Require room for one more checkpoint.
+
+    It needs as much as the last one took, which was compressed, or else the bytes of the state.
+
+    Args:
+      folder: the folder of the run's checkpoints.
+      size: bytes of the state.
+      disk: what a message calls the disk.
+
+    Raises:
+      UserError: there is less; the message says how much.
+    """
+    steps = steps_in(folder)
+    needed = size
+    # a state of step 0 has moments that are zero and compress to nothing
+    if steps and steps[-1]:
+        try:
+            last = read_manifest(folder / str(steps[-1]))
+        except UserError:
+            last = None
+        if last is not None:
+            needed = last.size
+    needed += _BESIDE
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return  # nothing says how much is left
+    if free < needed:
+        kept = f"step {steps[-1]} is kept" if steps else "none was saved before"
+        raise UserError(
+            f"the next checkpoint takes {bytes_text(needed)} and {disk} "
+            f"has {bytes_text(free)} left: make room and start again ({kept})"
+        )
+
+
+def _require_writable(folder: Path) -> None:
+    """Require that files can be made in a folder, by making one and removing it."""
+    probe = folder / f".{uuid.uuid4().hex}"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"a checkpoint could not be written to {folder} ({error.strerror}): look at that "
+            "folder and its disk, and start again from the last one"
+        ) from error
+
+
+def bytes_to_write(state: PyTree, disk: Disk) -> int:
+    """Return the bytes of a state that are written to a disk: on one that all see, by all of them;
+    into a copy of its own, by this process; or on a disk of its own, each part that it holds, once.
+    """
+    leaves = jax.tree.leaves(state)
+    if disk == "shared":
+        return sum(leaf.nbytes for leaf in leaves)
+    shards = [leaf.addressable_shards for leaf in leaves]
+    if disk == "copy":
+        return sum(one.data.nbytes for held in shards for one in held if one.replica_id == 0)
+    return sum(sum({str(one.index): one.data.nbytes for one in held}.values()) for held in shards)
