@@ -315,7 +315,7 @@ class Account:
         self._lowest = self._step = first
         self._ends.append(Mark(first, self._productive()))
         self._owns = owns
-        if self._file is not None:  # a second try, from an older step
+        if self._file is not None:  # the folder was given back, and is opened from an older step
             return
         self._earlier, damaged = read_lives(folder)
         if damaged:
@@ -429,6 +429,14 @@ class Account:
           how: in some words.
         """
         self._how = how[:_MOST_SAID]
+
+    def rest(self) -> None:
+        """Write the account once more, and then no more until `open`: the folder is given back."""
+        try:
+            self.note(at_once=True)
+        finally:
+            with self._lock:  # what is being written is written first
+                self._owns = lambda: False
 
     def close(self) -> None:
         """Write the account once more, unless another process has begun to train the run."""

@@ -127,9 +127,8 @@ class Run:
         self._account = account
         self._began = began
         self._say = say
-        self._opened = open_again()
-        self._is_open = True
         self._has_trained = False
+        self._opened = open_again()
 
     @property
     def experiment(self) -> Experiment:
@@ -163,24 +162,17 @@ class Run:
             result = self._train_and_end(hooks)
             if result is not None:
                 return result
-            self._give_back()
+            self.close()
             self._opened = self._open_again()
-            self._is_open = True
 
     def close(self) -> None:
         """Give the folders back, with the account of the time until then; nothing is written into
         them, or sent, from now on.
         """
-        if not self._has_trained:
-            for tier in self._opened.tiers:
-                tier.abandon()
-        if self._is_open:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        self._is_open = False
-        self._account.note(at_once=True)
-        self._opened.release()
+        try:
+            self._account.rest()
+        finally:
+            self._opened.release()
 
     def _train_and_end(self, hooks: Sequence[Hook]) -> Result | None:
         """Run the steps that are left, and wait until they are saved. None = the step to go on from
@@ -196,7 +188,9 @@ class Run:
                 result = train_opened(opened, hooks, stop, limit, account)
             except PeerLost as error:
                 account.ends(failed(error))
-                raise  # nothing is waited for, as that would wait for the other process
+                for tier in opened.tiers:
+                    tier.leave()  # nothing is waited for, as that would wait for the other process
+                raise
             except BaseException as error:
                 account.ends(failed(error))
                 aside = _is_of_first_step(opened, error)

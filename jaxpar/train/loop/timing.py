@@ -71,9 +71,11 @@ class Timing:
     @contextmanager
     def steps(self) -> Iterator[None]:
         """Inside, all that is not set apart is the time of steps."""
-        device = DeviceClock()
-        self._device = device
-        with self.watchdog, closing(device), self.account.clock.during("productive"):
+        with (
+            closing(DeviceClock()) as self._device,
+            self.watchdog,
+            self.account.clock.during("productive"),
+        ):
             yield
 
     def step_began(self, metrics: Mapping[str, jax.Array]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -197,11 +197,20 @@ def _open_log(run: OpenRun, hooks: Sequence[Hook], say: Say) -> MetricsLog:
             hook.on_row(step, row)
             _require_numbers(hook, row)
 
-    def open_all() -> MetricsLog:
-        sinks = [Sink(name, *place) for name in names]
-        return MetricsLog(run.folder, run.after, main, sinks, report, say)
+    with ExitStack() as stack:  # what is open is closed where the rest fails, here or elsewhere
 
-    return run_together(open_all)
+        def open_all() -> MetricsLog:
+            sinks = list[Sink]()
+            for name in names:
+                sinks.append(Sink(name, *place))
+                stack.callback(sinks[-1].close, failed=True)
+            log = MetricsLog(run.folder, run.after, main, sinks, report, say)
+            stack.pop_all()
+            return stack.push(log)  # which closes its sinks
+
+        log = run_together(open_all)
+        stack.pop_all()
+    return log
 
 
 def _require_numbers(hook: Hook, row: MetricsRow) -> None:
