@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -207,16 +207,20 @@ class MetricsLog:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        for sink in self._sinks:
-            sink.close(error is not None)
-        if self._file is None:
-            return
+        failed = error is not None
+        with ExitStack() as stack:  # the last of these first, and each of them whatever fails
+            if self._file is not None:
+                stack.callback(self._close_file, self._file, failed)
+            for sink in reversed(self._sinks):
+                stack.callback(sink.close, failed)
+
+    def _close_file(self, file: IO[str], failed: bool) -> None:
         try:
             # closing writes what a full disk had left unwritten
-            with writing(self._path), closing(self._file):
+            with writing(self._path), closing(file):
                 self.sync()
         except UserError:
-            if error is None:  # else the first error is the one to tell
+            if not failed:  # else the first error is the one to tell
                 raise
 
 

@@ -72,7 +72,7 @@ class StepBatches:
         return self._after.get(step)
 
     def place_before(self, step: int) -> Any | None:
-        """The same before a step's batch."""
+        """The state of the data's iterator before a step's batch; None = it is not known."""
         return self._after.get(step - 1)
 
     def forget_before(self, step: int) -> None:

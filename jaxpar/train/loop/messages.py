@@ -124,7 +124,7 @@ def left(step: int, interrupted: bool, why: str) -> str:
     Args:
       step: the last step, which is saved.
       interrupted: whether it was told to stop before its last step.
-      why: what told it to, as for `stopped`.
+      why: what told it to, which only the process that was told knows; else empty.
     """
     if not interrupted:
         return f"ended after step {step}"

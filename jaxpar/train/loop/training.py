@@ -183,7 +183,8 @@ def _compile(experiment: Experiment) -> tuple[Compiled, str]:
     return compiled, f"compiled the training step in {time.perf_counter() - began:.1f} s{used}"
 
 
-def _open_log(run: OpenRun, hooks: Sequence[Hook], say: Say) -> MetricsLog:
+@contextmanager
+def _open_log(run: OpenRun, hooks: Sequence[Hook], say: Say) -> Iterator[MetricsLog]:
     """Open the log and the sinks, before anything is compiled: where one is refused, no process
     waits for it.
     """
@@ -197,7 +198,7 @@ def _open_log(run: OpenRun, hooks: Sequence[Hook], say: Say) -> MetricsLog:
             hook.on_row(step, row)
             _require_numbers(hook, row)
 
-    with ExitStack() as stack:  # what is open is closed where the rest fails, here or elsewhere
+    with ExitStack() as stack:
 
         def open_all() -> MetricsLog:
             sinks = list[Sink]()
@@ -205,12 +206,10 @@ def _open_log(run: OpenRun, hooks: Sequence[Hook], say: Say) -> MetricsLog:
                 sinks.append(Sink(name, *place))
                 stack.callback(sinks[-1].close, failed=True)
             log = MetricsLog(run.folder, run.after, main, sinks, report, say)
-            stack.pop_all()
-            return stack.push(log)  # which closes its sinks
+            stack.pop_all()  # the log closes its sinks
+            return stack.push(log)
 
-        log = run_together(open_all)
-        stack.pop_all()
-    return log
+        yield run_together(open_all)
 
 
 def _require_numbers(hook: Hook, row: MetricsRow) -> None:

@@ -57,7 +57,6 @@ from jaxpar.train.runs.orbax_options import (
 )
 from jaxpar.train.runs.stores import StoreOf, store_of
 
-
 _RAISES = 3
 """As often Orbax may raise a failure of its threads before it closes: each that knows of it, once.
 """
