@@ -61,7 +61,7 @@ ROOMS = tuple(
     )
 )
 """What opens a run and closes it; what is computed in between may fail like any of these."""
-GIVES_BACK = {"__exit__", "abandon", "close", "end", "release", "stop", "stop_sending"}
+GIVES_BACK = {"__exit__", "abandon", "close", "end", "release", "rest", "stop", "stop_sending"}
 """Functions that give something back fail in what they call, not at their first line: what is not
 even tried nobody can have done.
 """
@@ -97,13 +97,13 @@ class Watch:
     Attributes:
       point: where it fails; None = nowhere.
       calls: how often each function was called.
-      points: the first call of each in the opening, and the last one in the closing.
+      points: the first and the last call of each in the opening and in the closing.
       failed_in: the functions inside of which it has failed.
     """
 
     point: Point | None = None
     calls: dict[CodeType, int] = field(default_factory=dict)
-    points: dict[tuple[CodeType, bool], Point] = field(default_factory=dict)
+    points: dict[tuple[CodeType, bool, bool], Point] = field(default_factory=dict)
     failed_in: set[CodeType] = field(default_factory=set)
     _takes_steps: bool = False
     _closes: bool = False
@@ -128,8 +128,9 @@ class Watch:
         if frame.f_lasti > 0 and code.co_flags & 0x20:  # a generator that goes on
             return
         count = self.calls[code] = self.calls.get(code, 0) + 1
-        if self._closes or (code, False) not in self.points:
-            self.points[code, self._closes] = Point(code, count)
+        point = Point(code, count)
+        self.points.setdefault((code, self._closes, True), point)
+        self.points[code, self._closes, False] = point
         if self.point == (code, count):
             sys.setprofile(None)
             above: FrameType | None = frame

@@ -440,10 +440,18 @@ class Account:
 
     def close(self) -> None:
         """Write the account once more, unless another process has begun to train the run."""
-        with suppress(UserError):
-            if self._file is not None and len(read_lives(self._file.parent).lives) == self._place:
-                self.note(at_once=True)
-        self._closed.set()
+        try:
+            with suppress(UserError):
+                if self._is_last():
+                    self.note(at_once=True)
+        finally:
+            self._closed.set()
+
+    def _is_last(self) -> bool:
+        """Whether no other process has begun to train the run, so far as its file says."""
+        if self._file is None:
+            return False
+        return len(read_lives(self._file.parent).lives) == self._place
 
     @property
     def _place(self) -> int:
