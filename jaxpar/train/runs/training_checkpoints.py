@@ -105,6 +105,7 @@ class TrainingCheckpoints(Checkpoints):
             self._losses.read()
             self._manager = self._open()
             self._is_open = True
+            self._is_left = False
             stack.pop_all()
 
     def _clear_up(self) -> None:
@@ -330,6 +331,9 @@ class TrainingCheckpoints(Checkpoints):
                 run_together(self._finish_and_close)
             else:
                 self._finish_and_close()
+        except KeyboardInterrupt:  # whoever asks again does not want to wait
+            self.leave()
+            raise
         finally:
             self.stop_sending()
 
@@ -342,13 +346,16 @@ class TrainingCheckpoints(Checkpoints):
         What `close` would have kept is given up, where it was not called or has failed.
         """
         with ExitStack() as stack:  # the last of these first, and each of them whatever fails
-            stack.callback(self._close_manager)
-            stack.callback(self.store.end)
+            if not self._is_left:
+                stack.callback(self._close_manager)
+                stack.callback(self.store.end)
             self.stop_sending()
 
     def leave(self) -> None:
-        """Leave what works in the background as it is: it may wait for a process that is gone."""
-        self._is_open = False
+        """Have `abandon` wait for nothing: what works in the background may wait for a process that
+        is gone.
+        """
+        self._is_left = True
         self.stop_sending()
 
     def _close_manager(self) -> None:
