@@ -76,7 +76,6 @@ class OpenRun(NamedTuple):
       compared: what is known of the data that the run had before.
       after: the step to go on after; 0 = none was trained.
       is_new: whether it has no checkpoint, not even that of an import, which is of step 0.
-      lock: that of the folder.
       held: gives back what was opened, the last first.
       source: what has the step to go on after: `checkpoints`, or those of the local tier.
       local: what `checkpoint.local` has; None = it is not set.

@@ -77,16 +77,14 @@ def test_of_a_resumed_run_the_steps_that_are_left_are_traced_and_none_twice(tmp_
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was asked of JAX's profiler."""
     asked: list[str] = []
-    start: Any = lambda folder, profiler_options: asked.append("start")
-    monkeypatch.setattr(jax.profiler, "start_trace", start)
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: asked.append("start"))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: asked.append("stop"))
     return asked
 
 
 def begun(profile: Profile, folder: Any, after: int) -> None:
     """The profile at the begin of a run, or where it goes back."""
-    apart: Any = lambda cause: nullcontext()
-    run = HookedRun(MagicMock(), folder, after, print, print, apart)
+    run = HookedRun(MagicMock(), folder, after, print, print, lambda _: nullcontext())
     profile.on_begin(run, MagicMock())
 
 

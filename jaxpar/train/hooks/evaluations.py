@@ -75,7 +75,7 @@ class Evaluations(Hook):
     makes up for it.
 
     Attributes:
-      last_loss: that of the last one, in nats a token; None = none was made.
+      last_loss: the loss of the last one, in nats a token; None = none was made.
     """
 
     needs_good = True
@@ -100,7 +100,8 @@ class Evaluations(Hook):
           running: is told when an evaluation runs.
           stop: says when to leave an evaluation, between two batches.
           beside: the thread that compiles.
-          missed: those of the step that the run goes on after (`missed_evaluations`).
+          missed: the metrics that the step which the run goes on after lacks, as
+            `missed_evaluations` finds them.
           others: hooks that may give other parameters, and are told of each loss.
           batch_done: is called before the first batch, when its program is there, and after each.
           patience: the seconds after which an evaluation says how far it is.

@@ -217,7 +217,7 @@ class Run:
         return result
 
     def _time_limit(self) -> TimeLimit:
-        """Find that of `train.max_time`, which knows from a run that goes on how long a save
+        """Make the limit of `train.max_time`, which knows from a run that goes on how long a save
         takes.
         """
         opened = self._opened

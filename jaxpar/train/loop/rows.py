@@ -20,7 +20,7 @@ class StepRows:
 
     Attributes:
       last: the last step that has a row, or that was not run by this call.
-      loss: that of the last row, in nats a token; None = there was no row.
+      loss: the loss of the last row, in nats a token; None = there was no row.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ class Saves:
         Args:
           step: the step.
           state: the state after it.
-          place: that of the data after its batch.
+          place: the state of the data's iterator after its batch.
           guard: what has judged the steps.
           local: whether it goes to the local tier; but until the run folder has a checkpoint, which
             alone makes it the run of one experiment, it goes there.

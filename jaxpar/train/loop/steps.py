@@ -39,13 +39,13 @@ class Steps:
       run: the run folder and what is trained in it.
       hooks: what is done at steps, in the order in which it is called.
       stop: says when to stop.
-      timing: what of the time is that of steps.
+      timing: tells the time of steps from other time.
       rows: writes what steps have measured.
-      batches: those of the steps.
+      batches: reads the rows of each batch, and knows their place in the data.
       judge: judges the steps that have run.
       runner: runs a step, and has the state.
       saves: saves a step.
-      beside: the other thread.
+      beside: the thread in which hooks look at the compiled step.
       say: prints a line, on the first process.
     """
 
@@ -61,7 +61,7 @@ class Steps:
     beside: Executor
     say: Say
     _shown: Future[None] | None = field(default=None, init=False)
-    """Hooks look at the compiled step."""
+    """Is done once hooks have looked at the compiled step."""
 
     def take(self) -> int:
         """Run the steps that are left. What is good is saved before an error leaves, where all
@@ -233,8 +233,8 @@ class Steps:
         raise Diverged(divergence_message(bad.numbers, trained, run.newest, run.folder, said))
 
     def _look_again(self, bad: BadStep) -> str:
-        """What to say of a step that was not finite, after another look at it; what becomes of the
-        state is not the run's any more. Nothing of a step that has changed its state.
+        """Say what another look at a step that was not finite has found, which spends the state;
+        nothing of a step that has changed its state.
         """
         row = bad.numbers
         runner = self.runner
