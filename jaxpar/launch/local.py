@@ -82,8 +82,8 @@ def _train_config(
         run_together(lambda: require(settled, settled.devices, say))
     try:
         with (
-            ThreadPoolExecutor(1) as beside,
             open_run(settled, folder, account=account, began=began) as run,
+            ThreadPoolExecutor(1) as beside,  # what it draws is written while the folder is held
         ):
             picture = _LossPicture(run, beside, say)
             result = run.train([_MemoryFile(run), picture, *hooks])

@@ -119,7 +119,7 @@ def _rows(times: Mapping[str, Mapping[Line, float]]) -> list[list[str]]:
 
 
 def _read_facts(file: Path) -> dict[str, Any]:
-    """Read what was written beside a trace (`train.metrics.Profile`); a UserError where it is
+    """Read what was written beside a trace (`train.hooks.profile`); a UserError where it is
     damaged.
     """
     facts = read_json(file, _KINDS)

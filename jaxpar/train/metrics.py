@@ -8,19 +8,16 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 import jax
-from jax.stages import Compiled
 
 from jaxpar.base.atomic_write import sync, write_whole, writing
 from jaxpar.base.errors import Say, UserError, reading
 from jaxpar.base.hardware import peak_flops
 from jaxpar.base.ranges import MOST_STEPS
-from jaxpar.hlo.program.tasks import Loop, Node, Origin, Task
-from jaxpar.hlo.read import read_program
 from jaxpar.train.sinks import MetricsRow, Sink
 
 
@@ -212,16 +209,20 @@ class MetricsLog:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        for sink in self._sinks:
-            sink.close(error is not None)
-        if self._file is None:
-            return
+        failed = error is not None
+        with ExitStack() as stack:  # the last of these first, and each of them whatever fails
+            if self._file is not None:
+                stack.callback(self._close_file, self._file, failed)
+            for sink in reversed(self._sinks):
+                stack.callback(sink.close, failed)
+
+    def _close_file(self, file: IO[str], failed: bool) -> None:
         try:
             # closing writes what a full disk had left unwritten
-            with writing(self._path), closing(self._file):
+            with writing(self._path), closing(file):
                 self.sync()
         except UserError:
-            if error is None:  # else the first error is the one to tell
+            if not failed:  # else the first error is the one to tell
                 raise
 
 
@@ -287,73 +288,3 @@ def _is_number(value: object) -> bool:
     diverged, and an integer of 400 digits is none.
     """
     return type(value) is float or (type(value) is int and abs(value) < 2**63)
-
-
-class Profile:
-    """A trace of `steps` on this process's devices, written into `profile/` of a run that resumes
-    after the step `done`, by JAX's profiler, which XProf opens, and the line of the model of every
-    instruction.
-
-    Steps that are traced already are not traced again: the same command resumes a run. Steps that
-    are done and were not traced are refused with a UserError, which names the steps of `advice`
-    instead.
-    """
-
-    def __init__(self, steps: range, folder: Path, done: int, advice: str = ""):
-        self._folder = folder / "profile"
-        self._running = False
-        self.file = self._folder / f"steps_{steps.start}_{steps.stop - 1}.json"
-        left = range(max(steps.start, done + 1), steps.stop)
-        if steps and not left and not self.file.exists():
-            instead = advice or f"{done + 2}:{done + 6}"
-            raise UserError(f"metrics.profile: the run goes on after step {done}, try {instead}")
-        self.first, self.last = (left[0], left[-1]) if left and not self.file.exists() else (0, 0)
-
-    def start(self) -> None:
-        """Begin the trace, without Python's own calls, which would slow the steps."""
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0
-        jax.profiler.start_trace(self._folder, profiler_options=options)
-        self._running = True
-
-    def close(self) -> None:
-        """End the trace and write it, if one is running."""
-        if self._running:
-            self._running = False
-            jax.profiler.stop_trace()
-
-    def write_lines(self, compiled: Compiled, devices: list[jax.Device]) -> None:
-        """Write a file beside the trace that has the line of the model of each instruction of the
-        step.
-        """
-        program = read_program(compiled.as_text() or "")
-        trace = max(
-            self._folder.rglob("*.xplane.pb"),
-            key=lambda file: file.stat().st_mtime,
-        )
-        found = {
-            "steps": [self.first, self.last],
-            "trace": str(trace.relative_to(self._folder)),
-            "module": program.name,
-            "device_kind": devices[0].device_kind,
-            "devices": len(devices),
-            "traced": jax.local_device_count(),
-            "lines": {
-                name: [origin.scope, origin.source, origin.phase]
-                for name, origin in _origins(program.nodes)
-            },
-        }
-        write_whole(self.file, json.dumps(found) + "\n")
-
-
-def _origins(nodes: tuple[Node, ...]) -> Iterator[tuple[str, Origin]]:
-    """Yield the name and place of every instruction that takes time; a wait has the place where
-    what it waits for was started.
-    """
-    for node in nodes:
-        if isinstance(node, Loop):
-            yield from _origins(node.body)
-        elif isinstance(node, Task):
-            yield node.name, node.origin
-        elif isinstance(task := nodes[node.task], Task):
-            yield node.name, task.origin

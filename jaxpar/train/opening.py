@@ -76,7 +76,7 @@ class OpenRun(NamedTuple):
       compared: what is known of the data that the run had before.
       after: the step to go on after; 0 = none was trained.
       is_new: whether it has no checkpoint, not even that of an import, which is of step 0.
-      lock: that of the folder.
+      held: gives back what was opened, the last first.
       source: what has the step to go on after: `checkpoints`, or those of the local tier.
       local: what `checkpoint.local` has; None = it is not set.
       teacher: its teacher; None = it has none.
@@ -90,6 +90,7 @@ class OpenRun(NamedTuple):
     after: int
     is_new: bool
     lock: SharedLock
+    held: ExitStack
     source: TrainingCheckpoints
     local: LocalTier | None = None
     teacher: Teacher | None = None
@@ -122,12 +123,8 @@ class OpenRun(NamedTuple):
         return self._replace(after=step, is_new=False, source=source)
 
     def release(self) -> None:
-        """Give the folders back, into which nothing is written or sent from now on."""
-        for tier in self.tiers:
-            tier.stop_sending()
-        if self.local is not None:
-            self.local.release()
-        self.lock.close()
+        """Give the folders back, whatever fails: nothing is written or sent from now on."""
+        self.held.close()
 
     def require_lock(self) -> None:
         """Require that the run folder is still this training's, as far as the heartbeat has seen.
@@ -190,12 +187,13 @@ def open_folder(
         say(teacher.note)
     compared = run_together(lambda: compare_data(folder, config, corpus) if main else NOT_COMPARED)
     before = compare_run(folder, config, compared.known)
-    lock = SharedLock(folder, say)
-    try:
-        return _open_locked(experiment, folder, corpus, say, store, lock, compared, before, teacher)
-    except BaseException:
-        lock.close()
-        raise
+    with ExitStack() as stack:
+        lock = SharedLock(folder, say)
+        stack.callback(lock.close)
+        opened = _open_locked(
+            experiment, folder, corpus, say, store, lock, stack, compared, before, teacher
+        )
+        return opened._replace(held=stack.pop_all())
 
 
 def _open_locked(
@@ -205,11 +203,14 @@ def _open_locked(
     say: Say,
     store: StoreOf,
     lock: SharedLock,
+    held: ExitStack,
     compared: Compared,
     before: Config | None,
     teacher: Teacher | None,
 ) -> OpenRun:
-    """Write what makes a folder a run folder, and find the step to go on after."""
+    """Write what makes a folder a run folder, and find the step to go on after. What is opened is
+    given to `held`.
+    """
     main = jax.process_index() == 0
     config = experiment.config
     # From now on it is a run folder; that of a run is written once nothing can be refused. Only
@@ -229,20 +230,19 @@ def _open_locked(
         store,
         seconds=longest_save(experiment.state),
     )
-    with ExitStack() as stack:  # what works in the background ends where the run is refused
-        stack.callback(checkpoints.abandon)
-        local = _find_local(experiment, folder)
-        if local is not None:
-            stack.callback(local.release)
-        begin = _choose_tier(checkpoints, local, folder, config, compared, before, say)
-        run_together(lambda: require_tokenizer_files(folder, begin.manifest, say))
-        after = begin.step or 0
-        source = checkpoints
-        if local is not None:
-            local.open(after, config.checkpoint, identity)
-            if begin.is_local:
-                source = local.checkpoints
-        stack.pop_all()
+    held.callback(checkpoints.abandon)
+    local = _find_local(experiment, folder)
+    if local is not None:
+        held.callback(local.release)
+    begin = _choose_tier(checkpoints, local, folder, config, compared, before, say)
+    run_together(lambda: require_tokenizer_files(folder, begin.manifest, say))
+    after = begin.step or 0
+    source = checkpoints
+    if local is not None:
+        local.open(after, config.checkpoint, identity)
+        held.callback(local.checkpoints.abandon)
+        if begin.is_local:
+            source = local.checkpoints
     notes = [compared.note]
     if before is not None:
         notes.insert(0, replaced_values(before, config))
@@ -261,6 +261,7 @@ def _open_locked(
         after,
         is_new=begin.step is None,
         lock=lock,
+        held=held,
         source=source,
         local=local,
         teacher=teacher,
@@ -416,7 +417,6 @@ def rows_at(run: OpenRun, position: Any, count: int) -> list[HostBatch]:
     """Read this process's rows of some batches once more.
 
     Args:
-      run: the run.
       position: the state of the data's iterator before the first of them.
       count: how many batches.
 

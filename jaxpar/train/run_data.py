@@ -5,7 +5,8 @@ and a run that goes on compares them with it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -239,3 +240,27 @@ def keep_data(folder: Path, pieces: Sequence[Piece], broken: str = "") -> None:
     """
     rows = ",\n  ".join(json.dumps(list(piece), ensure_ascii=False) for piece in pieces)
     write_whole(folder / DATA, f'{{"broken": {json.dumps(broken)}, "files": [\n  {rows}\n]}}\n')
+
+
+_OF_DATA = "raised_by_data"
+"""The attribute of an error of the data."""
+
+
+@contextmanager
+def data_errors() -> Iterator[None]:
+    """Mark what is raised inside as an error of the data, after which a run may go on over data
+    that were mended (`is_data_error`).
+
+    Raises:
+      UserError: the data cannot be read.
+    """
+    try:
+        yield
+    except UserError as error:
+        setattr(error, _OF_DATA, True)
+        raise
+
+
+def is_data_error(error: BaseException) -> bool:
+    """Whether the data ended a run (`data_errors`)."""
+    return getattr(error, _OF_DATA, False)

@@ -99,8 +99,12 @@ class Sink:
                 f"None: it returned {short(opened)}"
             )
         self._write, self._end, ids[name] = opened
-        write_whole(folder / "sinks.json", json.dumps(ids) + "\n")
         self._thread = ThreadPoolExecutor(1)
+        try:
+            write_whole(folder / "sinks.json", json.dumps(ids) + "\n")
+        except BaseException:
+            self.close(failed=True)
+            raise
 
     def write(self, step: int, row: MetricsRow) -> None:
         """Send a row, after those that are still unsent."""

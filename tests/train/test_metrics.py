@@ -18,10 +18,10 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import peak_flops
 from jaxpar.base.process.preemption import Stop
 from jaxpar.base.toml import to_toml
-from jaxpar.train.evaluations import Evaluations
 from jaxpar.train.experiments import make_experiment
 from jaxpar.train.goodput import Account
 from jaxpar.train.guard.failures import OutOfMemory, Running, memory_errors
+from jaxpar.train.hooks.evaluations import Evaluations
 from jaxpar.train.loop.rows import StepRows
 from jaxpar.train.metrics import Meter, MetricsLog, device_memory, mfu, read_metrics
 from jaxpar.train.runs.folder.own_tokenizer import carry_tokenizer
@@ -206,13 +206,13 @@ def test_an_evaluation_that_runs_out_of_memory_says_so():
 
     running = Running()
     run = MagicMock(experiment=make_experiment(Config(), jax.devices()[:1]))
-    evaluations = Evaluations(run, print, running, Stop())
-    evaluations.compile_beside(
-        MagicMock(submit=lambda *_: SimpleNamespace(result=exhausted, done=lambda: True))
-    )
+    beside = MagicMock(submit=lambda *_: SimpleNamespace(result=exhausted, done=lambda: True))
+    evaluations = Evaluations(run, MagicMock(), running, Stop(), beside)
+    state = MagicMock(opt_state=())
+    evaluations.on_begin(MagicMock(), state)
     said = "out of memory .*no room.* train.accumulation"
     with pytest.raises(OutOfMemory, match=said), memory_errors(run.experiment, running):
-        evaluations.evaluate(1, {}, MagicMock())
+        evaluations.on_step(1, state)
 
 
 def test_device_memory_is_the_largest_peak_of_this_process():

@@ -33,6 +33,7 @@ class Stop:
     Attributes:
       why: what asked this process, such as `SIGTERM`; empty = nothing did.
       reached_already: whether `reached` has said so.
+      cut_short: whether an evaluation was left before its end, which the next call makes up for.
     """
 
     def __init__(self, asks: Callable[[], str] = lambda: "") -> None:
@@ -44,6 +45,7 @@ class Stop:
         self.why = ""
         self._asks = asks
         self.reached_already = False
+        self.cut_short = False
         self._asked = threading.Event()
         # in a thread that takes no signals JAX's service does, also for one process that has met it
         in_thread = threading.current_thread() is not threading.main_thread()

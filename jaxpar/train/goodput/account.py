@@ -315,7 +315,7 @@ class Account:
         self._lowest = self._step = first
         self._ends.append(Mark(first, self._productive()))
         self._owns = owns
-        if self._file is not None:  # a second try, from an older step
+        if self._file is not None:  # the folder was given back, and is opened from an older step
             return
         self._earlier, damaged = read_lives(folder)
         if damaged:
@@ -329,11 +329,7 @@ class Account:
         threading.Thread(target=self._beat, name="goodput", daemon=True).start()
 
     def step_ended(self, step: int) -> None:
-        """Note that a step has run.
-
-        Args:
-          step: the step.
-        """
+        """Note that a step has run."""
         self._step = step
         self._ends.append(Mark(step, self._productive()))
 
@@ -360,11 +356,7 @@ class Account:
         self._local_seconds += seconds
 
     def skip(self, step: int) -> None:
-        """Count a step that has just run as a bad one.
-
-        Args:
-          step: the step.
-        """
+        """Count a step that has just run as a bad one."""
         ends = {mark.step: mark.productive for mark in self._ends}
         if step not in ends:
             return
@@ -375,11 +367,7 @@ class Account:
                 self._ends[place] = mark._replace(productive=mark.productive - lost)
 
     def roll_back(self, step: int) -> None:
-        """Count the steps after one that the run goes back to as bad ones.
-
-        Args:
-          step: the step.
-        """
+        """Count the steps after one that the run goes back to as bad ones."""
         life = self._life()
         self._move_back(life.seconds["productive"] - life.productive_until(step))
         while self._marks and self._marks[-1].step > step:
@@ -430,12 +418,28 @@ class Account:
         """
         self._how = how[:_MOST_SAID]
 
+    def rest(self) -> None:
+        """Write the account once more, and then no more until `open`: the folder is given back."""
+        try:
+            self.note(at_once=True)
+        finally:
+            with self._lock:  # what is being written is written first
+                self._owns = lambda: False
+
     def close(self) -> None:
         """Write the account once more, unless another process has begun to train the run."""
-        with suppress(UserError):
-            if self._file is not None and len(read_lives(self._file.parent).lives) == self._place:
-                self.note(at_once=True)
-        self._closed.set()
+        try:
+            with suppress(UserError):
+                if self._is_last():
+                    self.note(at_once=True)
+        finally:
+            self._closed.set()
+
+    def _is_last(self) -> bool:
+        """Whether no other process has begun to train the run, so far as its file says."""
+        if self._file is None:
+            return False
+        return len(read_lives(self._file.parent).lives) == self._place
 
     @property
     def _place(self) -> int:

@@ -78,9 +78,6 @@ class Clock:
     def enter(self, cause: Cause) -> Cause:
         """Count the time from now on under another cause.
 
-        Args:
-          cause: the cause.
-
         Returns:
           The one until now.
         """
@@ -92,11 +89,7 @@ class Clock:
 
     @contextmanager
     def during(self, cause: Cause) -> Iterator[None]:
-        """Count the time inside under a cause, and what follows as before.
-
-        Args:
-          cause: the cause.
-        """
+        """Count the time inside under a cause, and what follows as before."""
         before = self.enter(cause)
         try:
             yield

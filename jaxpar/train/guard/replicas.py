@@ -17,11 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.compiler import once_options
-from jaxpar.base.errors import Say
 from jaxpar.base.layout.sharding import PyTree, path_name
 from jaxpar.parallel.host_memory import HOST
-from jaxpar.train.experiment import Experiment
-from jaxpar.train.guard.failures import CopiesDiffer
 
 
 class Mismatch(NamedTuple):
@@ -108,51 +105,6 @@ class ReplicaCheck:
         )
         everywhere = NamedSharding(mesh, P())
         return jax.jit(of_devices, out_shardings=everywhere, compiler_options=once_options(mesh))
-
-
-class StateCopies:
-    """Compares the copies of a run's state every `train.check_replicas` steps, and whenever it is
-    asked; with 0 there, never.
-    """
-
-    def __init__(self, experiment: Experiment, say: Say):
-        """Take what is trained, and what prints how much of its state can be compared."""
-        self._every = experiment.config.train.check_replicas
-        self._check: ReplicaCheck | None = None
-        if self._every:
-            self._check = ReplicaCheck(experiment.state, experiment.plan.mesh)
-            say(replicas_note(self._check))
-
-    @property
-    def compares(self) -> bool:
-        """Whether anything is compared at all."""
-        return self._check is not None
-
-    def is_due(self, step: int) -> bool:
-        """Whether the copies are compared after a step because of its number."""
-        return self._every > 0 and step % self._every == 0
-
-    def require_alike(self, state: PyTree, step: int, saved: int | None) -> None:
-        """Stop where devices hold other copies than their peers. All processes must call this.
-
-        Args:
-          state: what is compared.
-          step: the step after which it is.
-          saved: the last step that has a checkpoint; None = there is none.
-
-        Raises:
-          CopiesDiffer: they do, on all processes alike.
-        """
-        if self._check is None:
-            return
-        found = self._check.mismatches(state)
-        if not found:
-            return
-        said = mismatch_message(found, self._every, step)
-        kept = "no checkpoint was saved before"
-        if saved is not None:
-            kept = f"the checkpoint of step {saved} is kept"
-        raise CopiesDiffer(f"{said}; {kept}")
 
 
 def replicas_note(check: ReplicaCheck) -> str:

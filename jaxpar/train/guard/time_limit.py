@@ -37,7 +37,6 @@ class TimeLimit:
           seconds: the limit; 0 = none.
           began: when it began to count, by the clock.
           name: what sets it.
-          clock: the clock.
           several: whether other processes are to stop too; None = whether there are any.
         """
         self._seconds = seconds

@@ -22,7 +22,8 @@ from jaxpar.train.experiment import Experiment
 from jaxpar.train.goodput import Account
 from jaxpar.train.guard.failures import CopiesDiffer, Diverged, PeerLost, peer_errors
 from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
-from jaxpar.train.hooks import Hook, require_hooks
+from jaxpar.train.hooks import Hook
+from jaxpar.train.hooks.given import require_hooks
 from jaxpar.train.loop.messages import failed, left
 from jaxpar.train.loop.timing import save_watchdog
 from jaxpar.train.loop.training import Result, train_opened
@@ -126,9 +127,8 @@ class Run:
         self._account = account
         self._began = began
         self._say = say
-        self._opened = open_again()
-        self._is_open = True
         self._has_trained = False
+        self._opened = open_again()
 
     @property
     def experiment(self) -> Experiment:
@@ -162,24 +162,17 @@ class Run:
             result = self._train_and_end(hooks)
             if result is not None:
                 return result
-            self._give_back()
+            self.close()
             self._opened = self._open_again()
-            self._is_open = True
 
     def close(self) -> None:
         """Give the folders back, with the account of the time until then; nothing is written into
         them, or sent, from now on.
         """
-        if not self._has_trained:
-            for tier in self._opened.tiers:
-                tier.abandon()
-        if self._is_open:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        self._is_open = False
-        self._account.note(at_once=True)
-        self._opened.release()
+        try:
+            self._account.rest()
+        finally:
+            self._opened.release()
 
     def _train_and_end(self, hooks: Sequence[Hook]) -> Result | None:
         """Run the steps that are left, and wait until they are saved. None = the step to go on from
@@ -195,7 +188,9 @@ class Run:
                 result = train_opened(opened, hooks, stop, limit, account)
             except PeerLost as error:
                 account.ends(failed(error))
-                raise  # nothing is waited for, as that would wait for the other process
+                for tier in opened.tiers:
+                    tier.leave()  # nothing is waited for, as that would wait for the other process
+                raise
             except BaseException as error:
                 account.ends(failed(error))
                 aside = _is_of_first_step(opened, error)
@@ -222,7 +217,7 @@ class Run:
         return result
 
     def _time_limit(self) -> TimeLimit:
-        """Find that of `train.max_time`, which knows from a run that goes on how long a save
+        """Make the limit of `train.max_time`, which knows from a run that goes on how long a save
         takes.
         """
         opened = self._opened

@@ -7,33 +7,26 @@ been judged are forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from grain import DatasetIterator
 
-from jaxpar.base.errors import UserError
 from jaxpar.base.process.multihost import Batches
 from jaxpar.base.process.preemption import ask_to_stop
 from jaxpar.data.streams.tokens import HostBatch
 from jaxpar.train.batch import empty_batch
 from jaxpar.train.opening import OpenRun, rows_at
+from jaxpar.train.run_data import data_errors
 
 
 class StepBatches:
     """This process's rows of the batch of each step, in the order of the data. A run that rolls
     back goes on in the data where it was.
-
-    Attributes:
-      broken: what an error of the data said, after which the run may go on over data that were
-        mended; empty = there was none.
     """
 
     def __init__(self, run: OpenRun, data: DatasetIterator[HostBatch]):
         """Take the run, and the data at their place after its first step."""
         absent = empty_batch(run.experiment.config, run.experiment.plan, absent=True)
-        self.broken = ""
         self._run = run
         self._data = data
         self._rows = Batches(data, absent, ask_to_stop)
@@ -46,7 +39,7 @@ class StepBatches:
 
         Where one of several processes cannot, it says so later (`require`), and its rows are void.
         """
-        with self.reading():
+        with data_errors():
             rows = next(self._rows)
         if not self._rows.failed:
             self._place = self._data.get_state()
@@ -71,24 +64,15 @@ class StepBatches:
         Raises:
           UserError: the data cannot be read.
         """
-        with self.reading():
+        with data_errors():
             self._rows.require()
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Note an error of the data in `broken`."""
-        try:
-            yield
-        except UserError as error:
-            self.broken = str(error)
-            raise
 
     def place_after(self, step: int) -> Any | None:
         """The state of the data's iterator after a step's batch; None = it is not known."""
         return self._after.get(step)
 
     def place_before(self, step: int) -> Any | None:
-        """The same before a step's batch."""
+        """The state of the data's iterator before a step's batch; None = it is not known."""
         return self._after.get(step - 1)
 
     def forget_before(self, step: int) -> None:

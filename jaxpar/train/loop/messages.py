@@ -23,7 +23,6 @@ def banner_lines(
     """Return the lines at the start of a run: versions, devices, model, data, folder.
 
     Args:
-      run: the run.
       state: its state, whose bytes are counted.
       entropy: that of the text's unigrams, in nats a token.
     """
@@ -124,7 +123,7 @@ def left(step: int, interrupted: bool, why: str) -> str:
     Args:
       step: the last step, which is saved.
       interrupted: whether it was told to stop before its last step.
-      why: what told it to, as for `stopped`.
+      why: what told it to, which only the process that was told knows; else empty.
     """
     if not interrupted:
         return f"ended after step {step}"

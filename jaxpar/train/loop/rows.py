@@ -20,7 +20,7 @@ class StepRows:
 
     Attributes:
       last: the last step that has a row, or that was not run by this call.
-      loss: that of the last row, in nats a token; None = there was no row.
+      loss: the loss of the last row, in nats a token; None = there was no row.
     """
 
     def __init__(
@@ -47,7 +47,6 @@ class StepRows:
         """Write and print a step's numbers, with the speed since the last row.
 
         Args:
-          step: the step.
           measured: its metrics, read (see `make_train_step`).
           bad_steps: how many steps of the run were bad until then.
         """
@@ -66,6 +65,12 @@ class StepRows:
         self._log.write(step, **numbers, **speed, **self._account.row())
         self._show.step(step, numbers | speed, left)
         self._account.note()
+
+    def sync(self) -> None:
+        """Wait until the rows of the steps have reached the disk, as those of a step that is saved
+        must.
+        """
+        self._log.sync()
 
     def go_back(self, step: int) -> None:
         """Go on with the rows after an earlier step, from which the run goes on."""

@@ -5,6 +5,7 @@ them the place in the data, what the guard has seen, and the states of hooks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -12,11 +13,14 @@ import jax
 from jaxpar.base.errors import Say
 from jaxpar.base.process.multihost import run_together, told_by_first
 from jaxpar.models import Params
-from jaxpar.train.evaluations import is_due
 from jaxpar.train.goodput import Account
 from jaxpar.train.guard import Guard
+from jaxpar.train.guard.judge import Judge
 from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
-from jaxpar.train.hooks import Hook, keeps_params, load_states, states_of
+from jaxpar.train.hooks.hook import Hook, is_due
+from jaxpar.train.hooks.saved import is_saved, keeps_params, load_states, states_of
+from jaxpar.train.loop.batches import StepBatches
+from jaxpar.train.loop.timing import save_watchdog
 from jaxpar.train.opening import GUARD, HOOKS, FirstStep, OpenRun
 from jaxpar.train.restore import (
     fingerprint,
@@ -26,7 +30,7 @@ from jaxpar.train.restore import (
     saved_part,
     state_metadata,
 )
-from jaxpar.train.runs.checkpoints import require_same_form
+from jaxpar.train.runs.checkpoints import require_same_form, warn
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.state import TrainState
 
@@ -45,14 +49,14 @@ class Saves:
         """Take a run before its first step.
 
         Args:
-          run: the run.
-          hooks: what is saved with its state.
+          hooks: what is told of a save, and saved with the state where it keeps anything.
           limit: is told how long a save takes.
           account: is told which steps the run may come back to.
           say: prints a line.
         """
         self._run = run
         self._hooks = hooks
+        self._kept = [hook for hook in hooks if is_saved(hook)]
         self._frozen: int | None = None
         self._first_states: dict[str, Any] = {}
         self._limit = limit
@@ -72,7 +76,7 @@ class Saves:
         self._frozen = fingerprint(run.experiment.model, start.state.params)
         if start.hooks is not None:
             self._load(run, start.hooks)
-        self._first_states = run_together(lambda: states_of(self._hooks))
+        self._first_states = run_together(lambda: states_of(self._kept))
 
     def is_local(self, step: int) -> bool:
         """Whether a step is due for the local tier because of its number."""
@@ -89,9 +93,8 @@ class Saves:
         """Save a step; it is written while the next ones run. All processes must call this.
 
         Args:
-          step: the step.
           state: the state after it.
-          place: that of the data after its batch.
+          place: the state of the data's iterator after its batch.
           guard: what has judged the steps.
           local: whether it goes to the local tier; but until the run folder has a checkpoint, which
             alone makes it the run of one experiment, it goes there.
@@ -102,14 +105,14 @@ class Saves:
         """
         run = self._run
         for hook in self._hooks:
-            hook.before_save(step)
+            hook.before_save(step, state)
         require_same_form(state, run.experiment.state, f"the state after step {step}")
         teacher = None if run.teacher is None else run.teacher.identity
         size = run.corpus.train.size
         beside = state_metadata(run.experiment, place, size, self._frozen, teacher, step)
         if seen := guard.saved():
             beside[GUARD] = seen
-        if states := run_together(lambda: states_of(self._hooks)):
+        if states := run_together(lambda: states_of(self._kept)):
             beside[HOOKS] = states
         checkpoints = self._tier(local)
         before = checkpoints.latest()
@@ -123,6 +126,48 @@ class Saves:
         if before is not None and checkpoints is run.checkpoints:
             written = save_seconds(checkpoints.folder / str(before))
             self._limit.note_save(written + checkpoints.store.seconds)
+
+    def save_good(
+        self,
+        state: TrainState[jax.Array],
+        batches: StepBatches,
+        judge: Judge,
+        ended_by: Exception,
+    ) -> None:
+        """Save what was trained until an error that ends the run, and say so, unless the last step
+        failed or diverged. All processes must call this.
+
+        Args:
+          state: the state after the last step that has begun.
+          batches: know the places in the data.
+          judge: has not judged the last steps yet.
+          ended_by: the error, which is the one to tell.
+        """
+        run = self._run
+        say = self._say
+        if isinstance(ended_by, OSError):  # the reader of the output has gone, or its disk is full
+            say = say_elsewhere
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+            return  # the step that failed had taken the state
+        try:
+            step = int(jax.device_get(state.step))
+            place = batches.place_after(step)
+            if step == run.after or place is None or not judge.finite_until(step):
+                return
+            with self._account.clock.during("saving"), save_watchdog(run):
+                self.save(step, state, place, judge.guard)
+                run.checkpoints.wait()
+        except Exception as error:
+            if str(error) != str(ended_by):
+                say(f"warning: the steps since the last checkpoint are lost: {error}")
+            return
+        what = "an error"
+        if isinstance(ended_by, BrokenPipeError):
+            what = "the end of what reads its output"
+        say(
+            f"{what} ends this run after step {step}, which is saved: the same command goes on "
+            "from there"
+        )
 
     def _tier(self, local: bool) -> TrainingCheckpoints:
         """Where a save goes. All processes must call this."""
@@ -148,11 +193,11 @@ class Saves:
 
     def _load(self, run: OpenRun, states: Mapping[str, Any]) -> None:
         """Give hooks their states, and the arrays that they had kept."""
-        run_together(lambda: load_states(self._hooks, states, self._say))
+        run_together(lambda: load_states(self._kept, states, self._say))
         saved = set[str]()
         if not run.is_new:
             saved = hooks_with_arrays(run.source, run.after)
-        for hook in filter(keeps_params, self._hooks):
+        for hook in filter(keeps_params, self._kept):
             found = None
             if hook.name in saved:
                 found = restore_hook(run.source, run.after, run.experiment, hook.name)
@@ -162,7 +207,7 @@ class Saves:
                     "anew"
                 )
             hook.load_params(found)
-        for name in sorted(saved - {hook.name for hook in self._hooks}):
+        for name in sorted(saved - {hook.name for hook in self._kept}):
             self._say(
                 f"warning: the checkpoint has arrays of {name}, and no such hook is given: the "
                 "steps that are saved now will not have them"
@@ -173,7 +218,7 @@ class Saves:
         model = self._run.experiment.model
         wanted = model.trained(self._run.experiment.state.params)
         found = {}
-        for hook in self._hooks:
+        for hook in self._kept:
             params = hook.params()
             if params is not None:
                 require_same_form(
@@ -184,3 +229,9 @@ class Saves:
                 )
                 found[hook.name] = params
         return found
+
+
+def say_elsewhere(line: str) -> None:
+    """Say a line on standard error, where standard output takes none, or nowhere."""
+    with suppress(OSError):
+        warn(line)

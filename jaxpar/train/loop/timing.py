@@ -13,7 +13,6 @@ from contextlib import closing, contextmanager, nullcontext
 
 import jax
 
-from jaxpar.base.layout.sharding import PyTree
 from jaxpar.base.storage.outages import LIMIT_SECONDS
 from jaxpar.train.goodput import Account, Cause, DeviceClock
 from jaxpar.train.guard.time_limit import TimeLimit
@@ -30,9 +29,6 @@ def save_watchdog(run: OpenRun) -> Watchdog:
     Its limit is `train.hang_seconds`, and besides the time that what a process has of the state
     takes at `SLOWEST_BYTES`. A bucket that does not answer is given up in a line of its own before
     that.
-
-    Args:
-      run: the run.
 
     Returns:
       The watchdog, which watches inside of `with`; nothing where `train.hang_seconds` is 0.
@@ -66,17 +62,22 @@ class Timing:
         self.limit = limit
         self.account = account
         self._device: DeviceClock | None = None
+        self._begun: Mapping[str, jax.Array] = {}
+        self._is_apart = False
 
     @contextmanager
     def steps(self) -> Iterator[None]:
         """Inside, all that is not set apart is the time of steps."""
-        device = DeviceClock()
-        self._device = device
-        with self.watchdog, closing(device), self.account.clock.during("productive"):
+        with (
+            closing(DeviceClock()) as self._device,
+            self.watchdog,
+            self.account.clock.during("productive"),
+        ):
             yield
 
     def step_began(self, metrics: Mapping[str, jax.Array]) -> None:
         """Note that a step was given to the device, by the metrics that it computes."""
+        self._begun = metrics
         if self._device is not None:
             self._device.step_began(metrics["loss"])
 
@@ -93,20 +94,30 @@ class Timing:
             self.account.clock.move("data", "productive", busy)
 
     @contextmanager
-    def apart(self, cause: Cause, after: PyTree = None) -> Iterator[None]:
+    def apart(self, cause: Cause, waits: bool = True) -> Iterator[None]:
         """What is done inside is no part of the steps: neither their speed, nor a hang of one, nor
-        the time that the next one is expected to take.
+        the time that the next one is expected to take. Inside another time apart only the cause is
+        another.
 
         Args:
           cause: what it is.
-          after: arrays of the steps until now, which are waited for first, as training.
+          waits: whether the steps that have begun are waited for first, as training.
         """
-        jax.block_until_ready(after)
-        with (
-            self.meter.timed("aside"),
-            self.watchdog.paused(),
-            self.account.clock.during(cause),
-            save_watchdog(self._run) if cause == "saving" else nullcontext(),
-        ):
-            yield
+        if self._is_apart:
+            with self.account.clock.during(cause):
+                yield
+            return
+        if waits:
+            jax.block_until_ready(self._begun)
+        self._is_apart = True
+        try:
+            with (
+                self.meter.timed("aside"),
+                self.watchdog.paused(),
+                self.account.clock.during(cause),
+                save_watchdog(self._run) if cause == "saving" else nullcontext(),
+            ):
+                yield
+        finally:
+            self._is_apart = False
         self.limit.pause()

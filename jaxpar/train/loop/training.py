@@ -7,7 +7,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,15 +20,16 @@ from jaxpar.base.errors import Say, UserError, short
 from jaxpar.base.process.multihost import run_together
 from jaxpar.base.process.preemption import Stop
 from jaxpar.hlo.collective_order import require_order
-from jaxpar.train.evaluations import Evaluations
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.goodput import Account, Cause
 from jaxpar.train.guard import Guard
 from jaxpar.train.guard.failures import Running, memory_errors
 from jaxpar.train.guard.judge import Judge
-from jaxpar.train.guard.replicas import StateCopies
 from jaxpar.train.guard.time_limit import TimeLimit
-from jaxpar.train.hooks import Hook
+from jaxpar.train.hooks import Hook, HookedRun
+from jaxpar.train.hooks.copies import Copies
+from jaxpar.train.hooks.evaluations import Evaluations, evaluates_after, missed_evaluations
+from jaxpar.train.hooks.profile import Profile, steps_to_trace
 from jaxpar.train.loop.batches import StepBatches
 from jaxpar.train.loop.messages import banner_lines, done_already, ended, stopped
 from jaxpar.train.loop.rows import StepRows
@@ -35,10 +37,10 @@ from jaxpar.train.loop.run_step import StepRunner
 from jaxpar.train.loop.saves import Saves
 from jaxpar.train.loop.steps import Steps
 from jaxpar.train.loop.timing import Timing
-from jaxpar.train.metrics import MetricsLog, MetricsRow, Profile
+from jaxpar.train.metrics import MetricsLog, MetricsRow
 from jaxpar.train.opening import FirstStep, OpenRun, first_step, keep_run
 from jaxpar.train.sinks import Sink
-from jaxpar.train.step import evaluation_params, make_train_step
+from jaxpar.train.step import make_train_step
 
 
 class Result(NamedTuple):
@@ -59,7 +61,6 @@ def train_opened(
     """Run the steps that are left of an open run. All processes must call this.
 
     Args:
-      run: the run.
       hooks: what a program does besides.
       stop: says when to stop; from the first step on it takes signals.
       limit: the time that the call may take.
@@ -71,18 +72,16 @@ def train_opened(
     experiment = run.experiment
     show = ProgressLine(experiment.config.train.steps, run.after, jax.process_index() == 0)
     running = Running()
-    evaluations = Evaluations(run, show.say, running, stop, clock=account.clock)
-    missed = evaluations.missed()
+    missed = missed_evaluations(run)
     nothing_left = run.after >= run.last
     if nothing_left and not missed:
         show.say(done_already(run))
         return Result(run.after, None, None, experiment.unigram_entropy, False)
     run_together(lambda: _open_account(run, account, show.say))
-    profile = _profile(run, evaluations)
+    traced = run_together(lambda: _steps_to_trace(run))
     # One other thread compiles the step while this one makes or reads the state; while the first
     # steps run, it compiles the evaluation and draws the memory.
     with (
-        closing(profile),
         _open_log(run, hooks, show.say) as log,
         memory_errors(experiment, running),
         _one_thread() as beside,
@@ -91,50 +90,52 @@ def train_opened(
         start = _first_step(run, account, show.say)
         for line in banner_lines(run, start.state, experiment.unigram_entropy):
             show.say(line)
+        evaluate = partial(Evaluations, run, log, running, stop, beside, missed)
         if compiling is None:
             account.clock.enter("other")
-            params = evaluation_params(experiment, start.state)
+            apart = account.clock.during
+            seen = HookedRun(experiment, run.folder, run.after, show.say, stop.ask, apart)
+            evaluations = evaluate()
             with show:
-                evaluations.make_up(missed, lambda: params, log, beside)
-            result = _result(run, run.after, None, evaluations, evaluations.cut_short)
+                evaluations.on_begin(seen, start.state)
+            result = _result(run, run.after, None, evaluations, stop.cut_short)
             said = done_already(run)
         else:
             with account.clock.during("compiling"):
                 program, compiled = compiling.result()
             show.say(compiled)
             timing = Timing(run, limit, account)
+            evaluations = evaluate(hooks, timing.watchdog.batch_done)
             batches = StepBatches(run, start.data)
-            runner = StepRunner(run, program, start.state, batches, timing, profile, beside)
             rows = StepRows(run, log, show, timing.meter, account)
-            saves = Saves(run, hooks, limit, account, show.say)
+            profile = Profile(experiment.config.metrics.profiled, traced, program, beside)
+            copies = [Copies(run)] if experiment.config.train.check_replicas else []
+            in_order = [profile, *copies, *hooks, evaluations]
+            saves = Saves(run, in_order, limit, account, show.say)
             saves.begin(start)
             keep_run(run)
             account.clock.enter("other")
             stop.listen()
             steps = Steps(
                 run=run,
-                hooks=hooks,
+                hooks=in_order,
                 stop=stop,
                 timing=timing,
-                evaluations=evaluations,
-                log=log,
                 rows=rows,
                 batches=batches,
                 judge=_judge(run, start, batches, show.say),
-                copies=StateCopies(experiment, show.say),
-                runner=runner,
+                runner=StepRunner(run, program, start.state, batches, timing),
                 saves=saves,
                 beside=beside,
                 say=show.say,
             )
-            with show:
-                steps.begin_hooks(run.after)
-                last = steps.take(missed)
-            interrupted = last < run.last or evaluations.cut_short
+            with show, profile:
+                last = steps.take()
+            interrupted = last < run.last or stop.cut_short
             result = _result(run, last, rows.loss, evaluations, interrupted)
             said = ended(last, result.val_loss, timing.meter.trained, result.unigram_entropy)
         if result.interrupted:
-            said = stopped(result.step, evaluations.cut_short, stop.why)
+            said = stopped(result.step, stop.cut_short, stop.why)
     show.say(said)
     return result
 
@@ -181,7 +182,8 @@ def _compile(experiment: Experiment) -> tuple[Compiled, str]:
     return compiled, f"compiled the training step in {time.perf_counter() - began:.1f} s{used}"
 
 
-def _open_log(run: OpenRun, hooks: Sequence[Hook], say: Say) -> MetricsLog:
+@contextmanager
+def _open_log(run: OpenRun, hooks: Sequence[Hook], say: Say) -> Iterator[MetricsLog]:
     """Open the log and the sinks, before anything is compiled: where one is refused, no process
     waits for it.
     """
@@ -195,11 +197,18 @@ def _open_log(run: OpenRun, hooks: Sequence[Hook], say: Say) -> MetricsLog:
             hook.on_row(step, row)
             _require_numbers(hook, row)
 
-    def open_all() -> MetricsLog:
-        sinks = [Sink(name, *place) for name in names]
-        return MetricsLog(run.folder, run.after, main, sinks, report, say)
+    with ExitStack() as stack:
 
-    return run_together(open_all)
+        def open_all() -> MetricsLog:
+            sinks = list[Sink]()
+            for name in names:
+                sinks.append(Sink(name, *place))
+                stack.callback(sinks[-1].close, failed=True)
+            log = MetricsLog(run.folder, run.after, main, sinks, report, say)
+            stack.pop_all()  # the log closes its sinks
+            return stack.push(log)
+
+        yield run_together(open_all)
 
 
 def _require_numbers(hook: Hook, row: MetricsRow) -> None:
@@ -213,24 +222,19 @@ def _require_numbers(hook: Hook, row: MetricsRow) -> None:
             )
 
 
-def _profile(run: OpenRun, evaluations: Evaluations) -> Profile:
-    """What traces the steps of `metrics.profile`. Only the first process does: its devices do what
-    all do.
+def _steps_to_trace(run: OpenRun) -> range:
+    """The steps of `metrics.profile` that are left. Only the first process traces: its devices do
+    what all do.
     """
-    steps = range(0)
-    if jax.process_index() == 0 and run.after < run.last:
-        steps = run.experiment.config.metrics.profiled
-    advice = _profile_advice(run, evaluations)
-    return run_together(lambda: Profile(steps, run.folder, run.after, advice))
-
-
-def _profile_advice(run: OpenRun, evaluations: Evaluations) -> str:
-    """Steps of `metrics.profile` that this call could trace, as they are written."""
-    # the first step after a start is slower than the others
+    if jax.process_index() > 0 or run.after >= run.last:
+        return range(0)
+    # steps that this call could trace: the first after a start is slower than the others
     first = min(run.after + 2, run.last)
     last = min(first + 4, run.last)
-    due = [step for step in range(first, last) if evaluations.is_due(step)]
-    return f"{first}:{min([last, *due])}"
+    evaluated = [step for step in range(first, last) if evaluates_after(run, step)]
+    advice = f"{first}:{min([last, *evaluated])}"
+    asked = run.experiment.config.metrics.profiled
+    return steps_to_trace(asked, run.folder, run.after, advice)
 
 
 @contextmanager

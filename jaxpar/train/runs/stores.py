@@ -211,6 +211,11 @@ class CheckpointStore:
         over, and the run may be another's.
         """
 
+    def end(self) -> None:
+        """End what keeps steps in the background, once what is on its way is kept or has failed:
+        the run is given back, and nothing is kept afterwards.
+        """
+
 
 class OwnDiskStore(CheckpointStore):
     """A store that keeps the part of each process in a folder of its own machine, with all that it
@@ -272,6 +277,10 @@ class BucketStore(CheckpointStore):
     def stop(self) -> None:
         if self._copy.sender is not None:
             self._copy.sender.stop()
+
+    def end(self) -> None:
+        if self._copy.sender is not None:
+            self._copy.sender.close()
 
 
 StoreOf = Callable[[Path], CheckpointStore]

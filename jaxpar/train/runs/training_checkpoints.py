@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,10 @@ from jaxpar.train.runs.orbax_options import (
     writing_processes,
 )
 from jaxpar.train.runs.stores import StoreOf, store_of
+
+_RAISES = 3
+"""As often Orbax may raise a failure of its threads before it closes: each that knows of it, once.
+"""
 
 
 class TrainingCheckpoints(Checkpoints):
@@ -94,10 +98,15 @@ class TrainingCheckpoints(Checkpoints):
         losses = self._losses.known if config.keep_best else {}
         self._retention = Retention(self.store, config.keep, losses)
         self._saving: int | None = None
-        self.store.open()
-        self._clear_up()
-        self._losses.read()
-        self._manager = self._open()
+        with ExitStack() as stack:  # what the store does in the background ends where this fails
+            stack.callback(self.store.end)
+            self.store.open()
+            self._clear_up()
+            self._losses.read()
+            self._manager = self._open()
+            self._is_open = True
+            self._is_left = False
+            stack.pop_all()
 
     def _clear_up(self) -> None:
         """Take away the folders that Orbax would stumble over, and say which."""
@@ -321,6 +330,9 @@ class TrainingCheckpoints(Checkpoints):
                 run_together(self._finish_and_close)
             else:
                 self._finish_and_close()
+        except KeyboardInterrupt:  # whoever asks again does not want to wait
+            self.leave()
+            raise
         finally:
             self.stop_sending()
 
@@ -329,16 +341,37 @@ class TrainingCheckpoints(Checkpoints):
         self.store.stop()
 
     def abandon(self) -> None:
-        """End the work in the background for a run that could not be opened: nothing is being
-        saved, and nothing is sent.
+        """End the work in the background, as the run is given back: nothing is kept from now on.
+        What `close` would have kept is given up, where it was not called or has failed.
         """
+        with ExitStack() as stack:  # the last of these first, and each of them whatever fails
+            if not self._is_left:
+                stack.callback(self._close_manager)
+                stack.callback(self.store.end)
+            self.stop_sending()
+
+    def leave(self) -> None:
+        """Have `abandon` wait for nothing: what works in the background may wait for a process that
+        is gone.
+        """
+        self._is_left = True
         self.stop_sending()
-        self._manager.close()
+
+    def _close_manager(self) -> None:
+        """End Orbax's threads, if they were not. What failed in one of them was raised before, or
+        is of a step that is given up.
+        """
+        for _ in range(_RAISES):
+            if self._is_open:
+                with suppress(Exception):
+                    self._manager.close()
+                    self._is_open = False
 
     def _finish_and_close(self) -> None:
         with self._writing():
             self._finish_save()
             self._manager.close()
+            self._is_open = False
             self.store.close()
 
     @contextmanager

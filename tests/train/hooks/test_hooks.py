@@ -15,7 +15,9 @@ from jaxpar.base.config import Config, ModelConfig, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.train.guard.time_limit import TimeLimit
-from jaxpar.train.hooks import Hook, HookedRun, OnRow, load_states, require_hooks, states_of
+from jaxpar.train.hooks import Hook, HookedRun, OnRow
+from jaxpar.train.hooks.given import require_hooks
+from jaxpar.train.hooks.saved import load_states, states_of
 from jaxpar.train.loop import open_run, run
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.runs.locks.run_lock import LOCK
@@ -104,7 +106,8 @@ class Calls(Hook):
         if "loss" in row:
             row["squared"] = row["loss"] ** 2
 
-    def before_save(self, step: int) -> None:
+    def before_save(self, step: int, state: Any) -> None:
+        assert int(state.step) == step
         self.calls.append(f"save {step}")
 
     def on_evaluation(self, step: int, loss: float) -> None:
@@ -260,7 +263,7 @@ def test_what_is_no_function_of_a_row_is_refused() -> None:
 
 
 def test_other_hooks_on_another_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxpar.train.hooks.number_from_first", lambda own: own + 1)
+    monkeypatch.setattr("jaxpar.train.hooks.given.number_from_first", lambda own: own + 1)
     with pytest.raises(UserError, match="given different hooks"):
         require_hooks([Calls()])
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jaxpar.train.evaluate as evaluate_module
-import jaxpar.train.evaluations as evaluations_module
+import jaxpar.train.hooks.evaluations as evaluations_module
 import jaxpar.train.loop as train_module
 import jaxpar.train.loop._run as run_module
 import jaxpar.train.loop.run_step as step_module

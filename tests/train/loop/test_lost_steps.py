@@ -20,11 +20,11 @@ from jaxpar.base.config import CheckpointConfig, Config, ModelConfig, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.models import Model
-from jaxpar.train import evaluations, opening
+from jaxpar.train import opening
 from jaxpar.train.batch import empty_batch, put_batch
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_plan
-from jaxpar.train.hooks import OnRow
+from jaxpar.train.hooks import OnRow, evaluations
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints

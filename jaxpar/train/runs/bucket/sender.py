@@ -67,11 +67,13 @@ class Sender:
         self._again: int | None = None
         """The last step, if it may be sent once more; None = it may not."""
         self._stopped = threading.Event()
+        self._beat: threading.Thread | None = None
         self.seconds = 0.0
         """The seconds that it took to send the last step, once it was written."""
         if self._main:
             self._remove_unfinished()
-            threading.Thread(target=self._send_now_and_then, daemon=True).start()
+            self._beat = threading.Thread(target=self._send_now_and_then, daemon=True)
+            self._beat.start()
         if self._peers:
             multihost_utils.sync_global_devices("jaxpar_bucket_run")
 
@@ -119,6 +121,8 @@ class Sender:
         """Stop, once the thread has sent what it is sending or has failed."""
         self.stop()
         self._thread.shutdown()
+        if self._beat is not None:
+            self._beat.join()
 
     def send(self) -> None:
         """Send what has changed, and remove from the bucket what was removed here.
@@ -170,6 +174,8 @@ class Sender:
     def _await_part(self, part: str) -> Sizes:
         until = time.monotonic() + _PEERS_SECONDS
         while self._bucket.find(part) is None:
+            if self.stopped:
+                raise UserError(f"{self._bucket.url}/{part} is not waited for, as the run ends")
             if time.monotonic() > until:
                 raise UserError(
                     f"another process has not sent its files of {self._bucket.url}/{part} within "

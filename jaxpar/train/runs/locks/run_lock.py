@@ -23,10 +23,10 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import jax
 
@@ -127,20 +127,17 @@ class RunLock:
             with writing(self._file):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 with self._file.open("x", encoding="utf-8") as file:
-                    self._write(file)
+                    try:
+                        file.write(json.dumps(self._own._asdict()) + "\n")
+                        file.flush()
+                    except BaseException:  # a full disk, or Ctrl-C
+                        self._file.unlink(missing_ok=True)
+                        raise
         except UserError as error:
             if isinstance(error.__cause__, FileExistsError):
                 return False
             raise
         return True
-
-    def _write(self, file: TextIO) -> None:
-        try:
-            file.write(json.dumps(self._own._asdict()) + "\n")
-            file.flush()
-        except OSError:  # a full disk
-            self._file.unlink(missing_ok=True)
-            raise
 
     def _read(self) -> _Owner | None:
         """Read who holds the lock; None = there is no lock, or it says nothing.
@@ -353,8 +350,10 @@ class SharedLock:
         main = jax.process_index() == 0
         self._lock = run_together(lambda: take() if main else None)
         if copy is not None:
-            # what another training has written until it ended
-            run_together(copy.refresh)
+            with ExitStack() as stack:  # the bucket may fail now
+                stack.callback(self.close)
+                run_together(copy.refresh)  # what another training has written until it ended
+                stack.pop_all()
 
     @property
     def lost(self) -> str:

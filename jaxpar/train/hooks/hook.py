@@ -1,13 +1,11 @@
-"""What a program of one's own does at the steps of a run: an average of the weights, a number of
-its own in the log, a rule by which the run stops, an upload.
+"""What is done at steps of a run beside training, by the library and by a program of one's own: an
+average of the weights, a number of its own in the log, a rule by which the run stops, an upload.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,17 @@ from typing import Any
 import jax
 from jax.stages import Compiled
 
-from jaxpar.base.errors import Say, UserError, short
-from jaxpar.base.process.multihost import number_from_first, run_together
+from jaxpar.base.errors import Say
 from jaxpar.base.registry import require_callable
 from jaxpar.models import Params
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.goodput.clock import Cause
 from jaxpar.train.state import TrainState
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether what happens every so many steps (0 = never) happens after this one."""
+    return every > 0 and step % every == 0
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,9 @@ class HookedRun:
       say: prints a line, on the first process.
       stop: asks the run to save and stop after this step or the next, with a word that says why; of
         several processes one may ask.
+      apart: `with run.apart("evaluation"):` waits for the steps that have begun, and what is done
+        inside is no part of them: neither of their speed, nor of a hang, nor of what
+        `train.max_time` expects of the next. It counts as this cause of `goodput.jsonl`.
     """
 
     experiment: Experiment
@@ -41,6 +47,7 @@ class HookedRun:
     after: int
     say: Say
     stop: Callable[[str], None]
+    apart: Callable[[Cause], AbstractContextManager[None]]
 
 
 class Hook:
@@ -54,15 +61,22 @@ class Hook:
       every: `on_step` is called after each so many steps; 0 = never.
       needs_end: whether `on_step` waits until the step has run. Without it the step may still be
         running, and what the hook computes of its state is computed after it.
+      needs_good: whether `on_step` waits until the step has run, it and all before it were found
+        good, and it is saved, where a save is due.
     """
 
     every: int = 1
     needs_end: bool = False
+    needs_good: bool = False
 
     @property
     def name(self) -> str:
         """What its state is called beside a checkpoint; two hooks of a run need two names."""
         return type(self).__name__
+
+    def is_due(self, step: int) -> bool:
+        """Whether `on_step` is called after a step; the same on all processes."""
+        return is_due(step, self.every)
 
     def on_begin(self, run: HookedRun, state: TrainState[jax.Array]) -> None:
         """Take the run and the state that it goes on with, after what was saved of this hook has
@@ -71,6 +85,12 @@ class Hook:
 
     def on_compiled(self, compiled: Compiled) -> None:
         """Look at the compiled step, in a thread of the first process while the first steps run."""
+
+    def before_step(self, step: int) -> None:
+        """Do what is due before the batch of a step is read."""
+
+    def on_started(self, step: int) -> None:
+        """Do what is due once a step was given to the devices, which run it."""
 
     def on_step(self, step: int, state: TrainState[jax.Array]) -> None:
         """Do what is due after a step.
@@ -85,8 +105,8 @@ class Hook:
         written with it.
         """
 
-    def before_save(self, step: int) -> None:
-        """Do what is due before a step is saved."""
+    def before_save(self, step: int, state: TrainState[jax.Array]) -> None:
+        """Do what is due before a step is saved, whose state this is."""
 
     def evaluated(self, params: Params) -> Params:
         """Return the parameters that an evaluation takes in place of these."""
@@ -134,100 +154,3 @@ class OnRow(Hook):
     def on_row(self, step: int, row: dict[str, float]) -> None:
         """Call the function."""
         self._function(step, row)
-
-
-def require_hooks(hooks: Sequence[Hook]) -> None:
-    """Refuse hooks that could not be called alike on all processes. All processes must call this.
-
-    Raises:
-      UserError: one is no hook; two that are saved have one name, or a name that no file of a
-        checkpoint can have; or the processes were given other hooks.
-    """
-    run_together(lambda: _require_names(hooks))
-    names = json.dumps([hook.name for hook in hooks])
-    own = int.from_bytes(hashlib.sha256(names.encode()).digest()[:3], "big")
-    first = number_from_first(own)
-
-    def require_same() -> None:
-        if own != first:
-            raise UserError(
-                f"the processes of this run were given different hooks (process "
-                f"{jax.process_index()} has {names}): give all of them the same, in the same "
-                "order, and let one that is for the first alone ask jax.process_index()"
-            )
-
-    run_together(require_same)
-
-
-def _require_names(hooks: Sequence[Hook]) -> None:
-    for hook in hooks:
-        if not isinstance(hook, Hook):
-            raise UserError(
-                f"hooks= takes objects of classes of jaxpar.train.Hook, found {short(hook)}: for a "
-                "function of each row write hooks=[OnRow(function)]"
-            )
-    saved = [hook.name for hook in hooks if _is_saved(hook)]
-    for name, count in Counter(saved).items():
-        if count > 1:
-            raise UserError(
-                f"{count} hooks are called {name}, and what is saved of one would be taken for the "
-                "other's: let their property `name` tell them apart"
-            )
-        if not name.isidentifier():
-            raise UserError(
-                f"a hook is called {name!r}, by which its state cannot be saved: let its `name` be "
-                "of letters, digits and underscores"
-            )
-
-
-def keeps_params(hook: Hook) -> bool:
-    """Whether a hook has arrays that are saved, now or later."""
-    return type(hook).params is not Hook.params
-
-
-def _is_saved(hook: Hook) -> bool:
-    """Whether a hook has anything that is saved, now or later."""
-    return type(hook).state_dict is not Hook.state_dict or keeps_params(hook)
-
-
-def states_of(hooks: Sequence[Hook]) -> dict[str, Any]:
-    """Return the state of each hook that has one, by name, as it is saved.
-
-    Raises:
-      UserError: a state is of something that would not come back as it was.
-    """
-    found = {}
-    for hook in hooks:
-        state = hook.state_dict()
-        if state is None:
-            continue
-        try:
-            copy = json.loads(json.dumps(state, allow_nan=False))
-        except (TypeError, ValueError):
-            copy = None
-        if copy != state:
-            raise UserError(
-                f"the state of the hook {hook.name} would not come back from JSON as it was: let "
-                "its state_dict return finite numbers, texts, lists and dicts with texts as keys"
-            )
-        found[hook.name] = copy  # the hook may go on to change what it returned
-    return found
-
-
-def load_states(hooks: Sequence[Hook], saved: Mapping[str, Any], say: Say) -> None:
-    """Give each hook the state that a checkpoint has of it.
-
-    Args:
-      hooks: the hooks.
-      saved: the states by name, as `states_of` returned them.
-      say: gets a line for each hook without a state, and for each state without a hook.
-    """
-    for hook in hooks:
-        if hook.name in saved:
-            hook.load_state_dict(saved[hook.name])
-        elif hook.state_dict() is not None:
-            say(f"warning: the checkpoint has no state of the hook {hook.name}, which starts anew")
-    names = {hook.name for hook in hooks}
-    for name in saved:
-        if name not in names:
-            say(f"warning: the checkpoint has a state of {name}, and no such hook is given")
