@@ -143,7 +143,7 @@ def marks_of(schema: type, kind: type[Mark]) -> Mapping[str, tuple[Mark, ...]]:
     """Find the marks of one kind, by the dotted keys of the settings that have any.
 
     Args:
-      schema: as for `schema_fields`.
+      schema: a dataclass of settings, and of tables that are dataclasses.
       kind: the class of the marks.
 
     Returns:
@@ -161,7 +161,7 @@ def keys_with(schema: type, trait: Trait) -> frozenset[str]:
     """Find the settings that have a trait.
 
     Args:
-      schema: as for `schema_fields`.
+      schema: a dataclass of settings, and of tables that are dataclasses.
       trait: what is true of them.
 
     Returns:

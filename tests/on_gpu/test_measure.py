@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,9 @@ from on_gpu import measure, pieces
 from on_gpu.pieces import Piece, read_line, read_piece, report, run_case, run_piece, work
 from on_gpu.stopwatch import _durations
 
+from jaxpar.base import registry
 from jaxpar.base.errors import UserError
-from jaxpar.kernels.attention import chunked, dispatch
+from jaxpar.kernels.attention import chunked
 from jaxpar.kernels.attention.call import Unserved
 
 ROOT = Path(__file__).parents[2]
@@ -193,8 +195,13 @@ def test_a_kernel_that_is_wrong_is_called_so(
         dq, dk, dv = chunked.backward(*given)
         return dq, dk, dv * (1.1 if spoiled == "dv" else 1)
 
-    pair = SimpleNamespace(forward=forward, backward=backward, refusal=lambda *given: "")
-    monkeypatch.setattr(dispatch, "pair", lambda name: pair)
+    spoiled_kernel = replace(
+        registry.KERNELS["pallas_gpu"],
+        forward=forward,
+        backward=backward,
+        refusal=lambda *given: "",
+    )
+    monkeypatch.setitem(registry.KERNELS._entries, "pallas_gpu", spoiled_kernel)
     found = measure._kernel(
         "pallas_gpu", "odd lengths", 64, "bfloat16" if spoiled else "float32", True, tmp_path, print
     )
