@@ -40,6 +40,13 @@ def a_third(cases: Iterable[Any]) -> list[Any]:
     return [case for i, case in enumerate(cases) if (i + i // 3) % 3 == 0]
 
 
+def third_quick(cases: Iterable[Any]) -> list[Any]:
+    """For parametrize: the cases of `a_third` as they are, the others slow."""
+    cases = list(cases)
+    quick = a_third(cases)
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
 @contextmanager
 def refused_by_newest_cpu() -> Iterator[None]:
     """What XLA:CPU of jax 0.12 may not run is refused by name, and the test is an expected

@@ -697,13 +697,12 @@ TPU_HERE = any(Path("/dev").glob("accel*")) or Path("/dev/vfio").is_dir()
 GPU_HERE = Path("/dev/nvidiactl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "platform",
     [
         pytest.param("tpu", marks=pytest.mark.skipif(TPU_HERE, reason="a TPU is here")),
-        pytest.param(
-            "gpu", marks=[pytest.mark.slow, pytest.mark.skipif(GPU_HERE, reason="a GPU is here")]
-        ),
+        pytest.param("gpu", marks=pytest.mark.skipif(GPU_HERE, reason="a GPU is here")),
     ],
 )
 def test_a_platform_that_is_not_here(platform, tmp_path):

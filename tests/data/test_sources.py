@@ -124,6 +124,7 @@ def test_a_config_is_checked_by_what_is_registered(own: None) -> None:
     assert "data.stride" not in dict(idle_keys(override(Config(), changes)))
 
 
+@pytest.mark.slow
 def test_a_config_is_checked_without_what_reads_data() -> None:
     """A command that reads none starts without grain."""
     code = (

@@ -339,6 +339,7 @@ def with_little(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(absent)}
 
 
+@pytest.mark.slow
 def test_it_loads_with_what_it_asks_for_alone(with_little: dict[str, str]) -> None:
     environment = with_little | {
         "PYTHONPATH": os.pathsep.join([with_little["PYTHONPATH"], str(ROOT / "tests")])

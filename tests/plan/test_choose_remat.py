@@ -146,7 +146,7 @@ def test_attention_made_again_costs_what_its_mask_shows(
 @pytest.mark.parametrize(
     "config",
     [
-        config_of("gpt2", data=2, context=2),
+        pytest.param(config_of("gpt2", data=2, context=2), marks=pytest.mark.slow),
         staged(config_of("llama", stage=2, fsdp=2), "1f1b", 4),
         override(
             config_of("llama", expert=2, tensor=2),

@@ -144,7 +144,7 @@ def summed_later(config: Config, asked: Sent, peels: bool = False) -> Sent:
     [
         config_of("llama", "full", fsdp=4, tensor=2),
         config_of("gpt2", "full", compute="bfloat16", data=2, fsdp=2, tensor=2),
-        config_of("gpt2", "full", data=8),
+        pytest.param(config_of("gpt2", "full", data=8), marks=pytest.mark.slow),
         config_of("llama", "full", data=2, tensor=4),
     ],
     ids=[

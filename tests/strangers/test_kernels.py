@@ -66,7 +66,11 @@ def found_by_verify(kernel: str, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("kernel", "mesh"),
     [
-        ("whole_rows", {"mesh__fsdp": 2, "mesh__tensor": 2, "data__pack": True}),
+        pytest.param(
+            "whole_rows",
+            {"mesh__fsdp": 2, "mesh__tensor": 2, "data__pack": True},
+            marks=pytest.mark.slow,
+        ),
         ("both_ways", {"mesh__fsdp": 2, "mesh__context": 2}),
     ],
 )

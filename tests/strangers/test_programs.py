@@ -198,7 +198,7 @@ def test_attention_on_one_device_asks_for_no_layout() -> None:
     ("schedule", "virtual", "mesh"),
     [
         ("1f1b", 1, {"stage": 4, "data": 2}),
-        ("looped", 2, {"stage": 2, "tensor": 4}),
+        pytest.param("looped", 2, {"stage": 2, "tensor": 4}, marks=pytest.mark.slow),
         pytest.param(
             "interleaved",
             2,

@@ -143,6 +143,7 @@ for sizes in (dict(data=1), dict(data=2, fsdp=2), dict(data=-1, fsdp=2)):
 FLAG = "--xla_force_host_platform_device_count"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("told", "setting"),
     [
@@ -167,6 +168,7 @@ def test_a_number_of_cpu_devices_that_was_told_is_never_lowered(
     assert (done.stdout.split(), done.stderr) == (["1", "4", "4"], "")
 
 
+@pytest.mark.slow
 def test_a_number_of_cpu_devices_that_was_told_is_raised_where_a_mesh_needs_more() -> None:
     program = "from jaxpar import MeshSpec, start; start(MeshSpec(platform='cpu', data=3))"
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}

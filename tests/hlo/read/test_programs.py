@@ -321,12 +321,12 @@ def assert_places_are_known(program: Program) -> None:
         ), task
 
 
-@pytest.mark.parametrize("name", some(CONFIGS, 3))
+@pytest.mark.parametrize("name", some(CONFIGS, 6))
 def test_places_are_known(name: str) -> None:
     assert_places_are_known(program_of(CONFIGS[name]))
 
 
-@pytest.mark.parametrize("name", some(CONFIGS, 3))
+@pytest.mark.parametrize("name", some(CONFIGS, 6))
 def test_matmuls_are_tied_to_the_lines_that_call_them(name: str) -> None:
     """Forward, recomputed and backward alike: a call of a linear, of the attention, or of the
     loss.

@@ -185,7 +185,7 @@ def test_empty_tiles_are_not_touched() -> None:
 
 
 @pytest.mark.parametrize("of_keys", [False, True], ids=["of_queries", "of_keys"])
-@pytest.mark.parametrize("name", KERNEL_MASKS)
+@pytest.mark.parametrize("name", some(KERNEL_MASKS, 3))
 def test_a_step_for_each_tile_that_is_seen_and_each_row_of_none(name: str, of_keys: bool) -> None:
     case = Case(name, B=2, S=96, T=160)
     given = inputs(case)

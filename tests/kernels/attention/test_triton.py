@@ -58,7 +58,7 @@ INTERPRETED = Call(interpret=True)
 
 @pytest.mark.parametrize(
     "case",
-    some([*KERNEL_CASES, *SIZES], 6, pytest.mark.long),
+    some([*KERNEL_CASES, *SIZES], 9, pytest.mark.long),
     ids=str,
 )
 def test_the_answer_is_right(case: Case) -> None:

@@ -4,11 +4,14 @@ tile.
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import KERNEL_MASKS, MASKS, Case
+from tiers import third_quick
 
 from jaxpar.kernels.attention.call import Unserved
 from jaxpar.kernels.attention.visits import in_tile, visits
@@ -23,22 +26,21 @@ from jaxpar.kernels.masks import (
     tile_states,
 )
 
+SIZES = [
+    (96, 96, 16, 32),
+    (50, 75, 32, 16),
+    (33, 130, 8, 16),
+]
+
 
 @pytest.mark.parametrize("of_keys", [False, True], ids=["of_queries", "of_keys"])
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        (96, 96, 16, 32),
-        (50, 75, 32, 16),
-        (33, 130, 8, 16),
-    ],
-    ids=str,
+    "case", third_quick(itertools.product(KERNEL_MASKS, SIZES)), ids=lambda case: f"{case}"
 )
-@pytest.mark.parametrize("name", KERNEL_MASKS)
 def test_walking_the_tiles_gives_the_dense_mask(
-    name: str, sizes: tuple[int, ...], of_keys: bool
+    case: tuple[str, tuple[int, ...]], of_keys: bool
 ) -> None:
-    S, T, block_q, block_k = sizes
+    name, (S, T, block_q, block_k) = case
     case = Case(name, 2, S, T)
     mask = MASKS[name](np.random.default_rng(0), case)
     tiles = Tiles(S, T, block_q, block_k)

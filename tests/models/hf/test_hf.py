@@ -186,13 +186,18 @@ def replace_file(folder: Path, change) -> None:
 # Round trips
 
 
-@pytest.mark.parametrize("mesh", PLANS)
-@pytest.mark.parametrize("name", some(CONFIGS, 2))
 @pytest.mark.parametrize(
-    "max_bytes",
-    [5 * 10**9, 4000],
-    ids=["single", "sharded"],
+    ("mesh", "max_bytes"),
+    [
+        pytest.param(mesh, size, id=f"{mesh}-{files}", marks=marks)
+        for number, mesh in enumerate(PLANS)
+        for files, size, marks in [
+            ("single", 5 * 10**9, [pytest.mark.slow] * (number % 2)),
+            ("sharded", 4000, [pytest.mark.slow] * ((number + 1) % 2)),
+        ]
+    ],
 )
+@pytest.mark.parametrize("name", some(CONFIGS, 2))
 def test_round_trip_is_exact(name, mesh, max_bytes, tmp_path):
     config = CONFIGS[name]
     plan = plan_of(PLANS[mesh])

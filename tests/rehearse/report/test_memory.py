@@ -96,6 +96,7 @@ def test_a_step_that_keeps_one_array_a_layer(mesh):
     assert parts["padding"] < 64, "the number of the step; XLA:CPU pads nothing"
 
 
+@pytest.mark.slow
 def test_recomputation_keeps_less():
     kept = {}
     for remat in ("none", "full"):

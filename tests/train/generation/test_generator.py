@@ -101,6 +101,14 @@ def test_each_token_is_the_most_likely_after_those_before(
         assert new == best[len(prompt) - 1 : len(ids) - 1].tolist()
     many = Generator(model, params, plan_of(data=2, tensor=4))  # each kv head has two copies
     assert many.generate(PROMPTS, 12) == found
+
+
+@pytest.mark.slow
+def test_what_is_generated_depends_on_no_other_rows_and_on_no_chunk(
+    model, params, plan_of: Callable[..., Plan]
+) -> None:
+    many = Generator(model, params, plan_of(data=2, tensor=4))
+    found = many.generate(PROMPTS, 12)
     assert many.generate(PROMPTS, 12, rows=2) == found  # another batch, with other rows beside
     *parts, whole = many.stream(PROMPTS, 12, chunk=4)
     assert whole == found and [len(part[0]) for part in parts] == [5, 9]

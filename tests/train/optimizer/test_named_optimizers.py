@@ -231,7 +231,7 @@ def test_adafactor_and_muon_update_a_layer_as_if_it_were_alone() -> None:
 @pytest.mark.parametrize(
     "axes",
     [
-        ("layers", "embed", "mlp"),
+        pytest.param(("layers", "embed", "mlp"), marks=pytest.mark.slow),
         ("embed", "mlp", "experts"),  # dims that come back by no exchange of two
         ("layers", "embed", "mlp", "experts"),
     ],

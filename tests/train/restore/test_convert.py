@@ -143,7 +143,7 @@ def test_a_config_of_another_model_is_refused(hf_folder: Path, tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_import_grows_the_vocabulary(
     tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,7 @@ def run_of(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("word", ["", "config.toml"])
+@pytest.mark.parametrize("word", ["", pytest.param("config.toml", marks=pytest.mark.slow)])
 def test_a_command_says_that_it_does_not_count_the_optimizer_that_was_given(
     run_of, word, tmp_path, capsys
 ):

@@ -133,6 +133,18 @@ def config() -> Config:
 
 
 @pytest.mark.usefixtures("keeps_programs")
+def test_a_run_is_found_in_memory_where_its_disk_is_lost(
+    tmp_path: Path, kept: dict[int, Files]
+) -> None:
+    store = partial(InMemory, kept=kept)
+    run(override(config(), {"train.stop_at": 3}), tmp_path / "run", store=store)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with open_run(config(), tmp_path / "run", store=store) as opened:
+        assert opened.after == 3 and sorted(kept) == [3]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("keeps_programs")
 def test_a_run_goes_on_from_memory_to_the_bit_and_is_evaluated_through_it(
     tmp_path: Path, kept: dict[int, Files]
 ) -> None:

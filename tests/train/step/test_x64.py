@@ -49,8 +49,8 @@ def wide_arrays(step: jax.stages.Traced) -> set[str]:
     return set(re.findall(r"f64\[\d[^]]*\]", str(step.jaxpr)))
 
 
-QUICK = ("accumulates", "stages", "experts")
-"""Each has scalars that the others have not; the rest is slow."""
+QUICK = ("accumulates", "experts")
+"""Each has scalars that the other has not; the rest is slow."""
 
 
 @pytest.mark.parametrize(

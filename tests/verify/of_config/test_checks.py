@@ -487,7 +487,7 @@ FAULTS = [
 ]
 
 
-SLOW_FAULTS = ("doubled psum", "permutation", "microbatch twice")
+SLOW_FAULTS = ("doubled psum", "permutation", "microbatch twice", "scaled")
 
 
 @pytest.mark.parametrize(
@@ -902,6 +902,7 @@ def test_the_small_model_has_the_attention_of_the_whole(
     assert [note for note in setup.notes if note.startswith("OTHER ATTENTION")] == said
 
 
+@pytest.mark.slow
 def test_a_sequence_of_many_tiles_is_verified_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set[tuple[int, int]]()
 

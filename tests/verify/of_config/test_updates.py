@@ -38,7 +38,8 @@ def case(name: str, **changes: Any) -> tuple[Case, Answer]:
     return Case(config, model, jax.devices(), params, batch, lambda: None), answer
 
 
-@pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_an_optimizer_moves_parameters_as_on_one_device(name: str) -> None:
     verdict = updates.compare_updates(*case(name))
     assert verdict.equal, verdict.difference
