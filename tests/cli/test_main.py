@@ -316,9 +316,8 @@ def test_help_lists_a_name_that_a_program_registered(capsys):
             main(["train", "tiny", "--help", "metrics"])
     finally:
         SINKS.remove("of-a-test")
-    assert "any of tensorboard, wandb, mlflow, of-a-test;" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"any of tensorboard, wandb, mlflow, ([\w-]+, )*of-a-test;", shown)
 
 
 @pytest.mark.parametrize(
