@@ -107,11 +107,11 @@ def train_opened(
             timing = Timing(run, limit, account)
             evaluations = evaluate(hooks, timing.watchdog.batch_done)
             batches = StepBatches(run, start.data)
-            rows = StepRows(run, log, show, timing.meter, account)
+            rows = StepRows(run, log, show, timing)
             profile = Profile(experiment.config.metrics.profiled, traced, program, beside)
             copies = [Copies(run)] if experiment.config.train.check_replicas else []
             in_order = [profile, *copies, *hooks, evaluations]
-            saves = Saves(run, in_order, limit, account, show.say)
+            saves = Saves(run, in_order, timing, show.say)
             saves.begin(start)
             keep_run(run)
             account.clock.enter("other")
