@@ -107,6 +107,7 @@ def train_opened(
             timing = Timing(run, limit, account)
             evaluations = evaluate(hooks, timing.watchdog.batch_done)
             batches = StepBatches(run, start.data)
+            guard = Guard(experiment.config.train, start.guard)
             rows = StepRows(run, log, show, timing)
             profile = Profile(experiment.config.metrics.profiled, traced, program, beside)
             copies = [Copies(run)] if experiment.config.train.check_replicas else []
@@ -123,7 +124,7 @@ def train_opened(
                 timing=timing,
                 rows=rows,
                 batches=batches,
-                judge=_judge(run, start, batches, show.say),
+                judge=Judge(guard, batches.require, show.say),
                 runner=StepRunner(run, program, start.state, batches, timing),
                 saves=saves,
                 beside=beside,
@@ -138,12 +139,6 @@ def train_opened(
             said = stopped(result.step, stop.cut_short, stop.why)
     show.say(said)
     return result
-
-
-def _judge(run: OpenRun, start: FirstStep, batches: StepBatches, say: Say) -> Judge:
-    """What judges the steps, with what it had seen of the run before."""
-    train = run.experiment.config.train
-    return Judge(Guard(train, start.guard), train, batches.require, say)
 
 
 def _result(
