@@ -46,6 +46,7 @@ class Guard:
 
     Attributes:
       train: its settings.
+      bad_steps: how many steps of the run were bad until now.
       reads_each_step: whether the numbers of each step are to be read as soon as it has run.
     """
 
@@ -54,7 +55,7 @@ class Guard:
         self.train = train
         self.reads_each_step = train.on_nonfinite != "stop" or train.on_spike != "off"
         known = saved or {}
-        self._bad = int(known.get("bad", 0))
+        self.bad_steps = int(known.get("bad", 0))
         self._in_a_row = int(known.get("in_a_row", 0))
         self._last_bad = int(known.get("last_bad", 0))
         self._window = [
@@ -68,7 +69,7 @@ class Guard:
         if not self.reads_each_step:
             return {}
         return {
-            "bad": self._bad,
+            "bad": self.bad_steps,
             "in_a_row": self._in_a_row,
             "last_bad": self._last_bad,
             "window": list(self._window),  # a save in the background must not see later steps
@@ -104,15 +105,10 @@ class Guard:
         """Forget the numbers of the steps after one that is gone on from."""
         self._window = [seen for seen in self._window if seen.step <= step]
 
-    @property
-    def bad_steps(self) -> int:
-        """How many steps of the run were bad until now."""
-        return self._bad
-
     def _bounded(self, step: int, decision: Decision, setting: str) -> Judgement:
         """Count a bad step, and stop where there are too many."""
         train = self.train
-        self._bad += 1
+        self.bad_steps += 1
         self._in_a_row += 1
         self._last_bad = max(self._last_bad, step)
         if decision == "stop":
@@ -120,7 +116,7 @@ class Guard:
         if self._in_a_row > train.max_bad_in_a_row:
             why = f"{setting}={decision}, and train.max_bad_in_a_row={train.max_bad_in_a_row}"
             return Judgement("stop", f"{why} has been reached")
-        if self._bad > train.max_bad_steps:
+        if self.bad_steps > train.max_bad_steps:
             why = f"{setting}={decision}, and train.max_bad_steps={train.max_bad_steps}"
             return Judgement("stop", f"{why} has been reached")
         return Judgement(decision)

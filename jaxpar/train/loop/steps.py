@@ -20,7 +20,7 @@ from jaxpar.base.process.multihost import raised_together
 from jaxpar.base.process.preemption import Stop
 from jaxpar.train.guard.failures import CopiesDiffer, Diverged, divergence_message
 from jaxpar.train.guard.judge import BadStep, Judge
-from jaxpar.train.guard.run_again import look_again
+from jaxpar.train.guard.nonfinite import look_again
 from jaxpar.train.hooks.hook import Hook, HookedRun, is_due
 from jaxpar.train.loop.batches import StepBatches
 from jaxpar.train.loop.rows import StepRows
