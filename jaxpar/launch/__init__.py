@@ -7,7 +7,7 @@ processes, and starts all again when one dies (Ray Train), with fewer machines b
 
 `scripts` fills in what Slurm, GKE, TPU VMs and SkyPilot take (`templates/`): `placement` says where
 a run goes, `script_run` what its hosts do, `staging` which files are sent to them, and
-`template_values` and `kubernetes` what the templates name.
+`template_values` what the templates name.
 
 `sweep` runs a grid of settings (Ray Tune), and `compose` rehearses many configs and trains small
 ones (`small_loss`).

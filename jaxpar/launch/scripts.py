@@ -14,12 +14,12 @@ from jaxpar.base.config import Config
 from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import load_chip
-from jaxpar.launch.kubernetes import kubernetes_values
 from jaxpar.launch.placement import Placement, require_place
 from jaxpar.launch.script_run import run_of
 from jaxpar.launch.staging import require_environment, require_seen
 from jaxpar.launch.template_values import (
     common_values,
+    kubernetes_values,
     skypilot_values,
     slurm_values,
     tpu_vm_values,
