@@ -14,8 +14,7 @@ from jaxpar.base.config import Config
 from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import load_chip
-from jaxpar.launch.placement import Placement, require_place
-from jaxpar.launch.script_run import run_of
+from jaxpar.launch.script_run import Placement, require_place, run_of
 from jaxpar.launch.staging import require_environment, require_seen
 from jaxpar.launch.template_values import (
     common_values,
