@@ -16,9 +16,9 @@ from jaxpar.models import Params
 from jaxpar.train.guard import Guard
 from jaxpar.train.guard.judge import Judge
 from jaxpar.train.guard.time_limit import save_seconds
+from jaxpar.train.hooks.given import is_saved, keeps_params, load_states, states_of
 from jaxpar.train.hooks.hook import Hook, is_due
-from jaxpar.train.hooks.saved import is_saved, keeps_params, load_states, states_of
-from jaxpar.train.loop.batches import StepBatches
+from jaxpar.train.loop.run_step import StepBatches
 from jaxpar.train.loop.timing import Timing, save_watchdog
 from jaxpar.train.opening import GUARD, HOOKS, FirstStep, OpenRun
 from jaxpar.train.restore import (

@@ -22,9 +22,8 @@ from jaxpar.train.guard.failures import CopiesDiffer, Diverged, divergence_messa
 from jaxpar.train.guard.judge import BadStep, Judge
 from jaxpar.train.guard.nonfinite import look_again
 from jaxpar.train.hooks.hook import Hook, HookedRun, is_due
-from jaxpar.train.loop.batches import StepBatches
 from jaxpar.train.loop.rows import StepRows
-from jaxpar.train.loop.run_step import Metrics, StepRunner
+from jaxpar.train.loop.run_step import Metrics, StepBatches, StepRunner
 from jaxpar.train.loop.saves import Saves
 from jaxpar.train.loop.timing import Timing, save_watchdog
 from jaxpar.train.opening import OpenRun, first_step
@@ -238,7 +237,7 @@ class Steps:
         """
         row = bad.numbers
         runner = self.runner
-        if not row.kept_state or self.batches.place_before(row.step) is None:
+        if not row.kept_state or self.batches.place_after(row.step - 1) is None:
             return ""
         self.say(f"step {row.step} was not finite: it is looked at once more")
         try:

@@ -30,10 +30,9 @@ from jaxpar.train.hooks import Hook, HookedRun
 from jaxpar.train.hooks.copies import Copies
 from jaxpar.train.hooks.evaluations import Evaluations, evaluates_after, missed_evaluations
 from jaxpar.train.hooks.profile import Profile, steps_to_trace
-from jaxpar.train.loop.batches import StepBatches
 from jaxpar.train.loop.messages import banner_lines, done_already, ended, stopped
 from jaxpar.train.loop.rows import StepRows
-from jaxpar.train.loop.run_step import StepRunner
+from jaxpar.train.loop.run_step import StepBatches, StepRunner
 from jaxpar.train.loop.saves import Saves
 from jaxpar.train.loop.steps import Steps
 from jaxpar.train.loop.timing import Timing
