@@ -37,7 +37,7 @@ from jaxpar.train.loop.saves import Saves
 from jaxpar.train.loop.steps import Steps
 from jaxpar.train.loop.timing import Timing
 from jaxpar.train.metrics import MetricsLog, MetricsRow
-from jaxpar.train.opening import FirstStep, OpenRun, first_step, keep_run
+from jaxpar.train.opening import OpenRun, first_step, keep_run
 from jaxpar.train.sinks import Sink
 from jaxpar.train.step import make_train_step
 
@@ -86,7 +86,9 @@ def train_opened(
         _one_thread() as beside,
     ):
         compiling = None if nothing_left else beside.submit(_compile, experiment)
-        start = _first_step(run, account, show.say)
+        cause: Cause = "startup" if run.is_new else "restoring"
+        with account.clock.during(cause):
+            start = first_step(run, show.say)
         for line in banner_lines(run, start.state, experiment.unigram_entropy):
             show.say(line)
         evaluate = partial(Evaluations, run, log, running, stop, beside, missed)
@@ -151,13 +153,6 @@ def _open_account(run: OpenRun, account: Account, say: Say) -> None:
     """Have the first process keep the account of the run's time in its folder."""
     if jax.process_index() == 0:
         account.open(run.folder, run.after, run.lock.holds, say)
-
-
-def _first_step(run: OpenRun, account: Account, say: Say) -> FirstStep:
-    """Make or read the state before the first step."""
-    cause: Cause = "startup" if run.is_new else "restoring"
-    with account.clock.during(cause):
-        return first_step(run, say)
 
 
 def _compile(experiment: Experiment) -> tuple[Compiled, str]:
