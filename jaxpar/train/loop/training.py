@@ -28,7 +28,7 @@ from jaxpar.train.guard.judge import Judge
 from jaxpar.train.guard.time_limit import TimeLimit
 from jaxpar.train.hooks import Hook, HookedRun
 from jaxpar.train.hooks.copies import Copies
-from jaxpar.train.hooks.evaluations import Evaluations, evaluates_after, missed_evaluations
+from jaxpar.train.hooks.evaluations import Evaluations, missed_evaluations
 from jaxpar.train.hooks.profile import Profile, steps_to_trace
 from jaxpar.train.loop.messages import banner_lines, done_already, ended, stopped
 from jaxpar.train.loop.rows import StepRows
@@ -77,7 +77,7 @@ def train_opened(
         show.say(done_already(run))
         return Result(run.after, None, None, experiment.unigram_entropy, False)
     run_together(lambda: _open_account(run, account, show.say))
-    traced = run_together(lambda: _steps_to_trace(run))
+    traced = run_together(lambda: steps_to_trace(run))
     # One other thread compiles the step while this one makes or reads the state; while the first
     # steps run, it compiles the evaluation and draws the memory.
     with (
@@ -209,21 +209,6 @@ def _require_numbers(hook: Hook, row: MetricsRow) -> None:
                 f"the hook {hook.name} has put {key}={short(value)} into a row of metrics.jsonl, "
                 "which takes numbers: write float(...) of it"
             )
-
-
-def _steps_to_trace(run: OpenRun) -> range:
-    """The steps of `metrics.profile` that are left. Only the first process traces: its devices do
-    what all do.
-    """
-    if jax.process_index() > 0 or run.after >= run.last:
-        return range(0)
-    # steps that this call could trace: the first after a start is slower than the others
-    first = min(run.after + 2, run.last)
-    last = min(first + 4, run.last)
-    evaluated = [step for step in range(first, last) if evaluates_after(run, step)]
-    advice = f"{first}:{min([last, *evaluated])}"
-    asked = run.experiment.config.metrics.profiled
-    return steps_to_trace(asked, run.folder, run.after, advice)
 
 
 @contextmanager
