@@ -58,19 +58,17 @@ class Clock:
     def __init__(
         self,
         began: float | None = None,
-        cause: Cause = "startup",
         time_now: Callable[[], float] = time.monotonic,
     ):
-        """Begin to count.
+        """Begin to count; all is `startup` until another cause is entered.
 
         Args:
           began: since when, by `time_now`; None = now.
-          cause: what the time from then on went on.
           time_now: the seconds that only go forward.
         """
         now = time_now()
         self._now = time_now
-        self._cause: Cause = cause
+        self._cause: Cause = "startup"
         self._since = now if began is None else min(began, now)
         self._seconds: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
         self._lock = threading.Lock()
