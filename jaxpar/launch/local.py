@@ -71,9 +71,7 @@ def train_config(
         try:
             with (
                 open_run(settled, here, account=account, began=began) as run,
-                ThreadPoolExecutor(
-                    1
-                ) as beside,  # what it draws is written while the folder is held
+                ThreadPoolExecutor(1) as beside,  # its picture is written while the folder is held
             ):
                 picture = _LossPicture(run, beside, say)
                 result = run.train([_MemoryFile(run), picture, *hooks])
