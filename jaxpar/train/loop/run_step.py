@@ -20,9 +20,8 @@ from jaxpar.base.process.preemption import ask_to_stop
 from jaxpar.data.streams.tokens import HostBatch
 from jaxpar.train.batch import empty_batch, put_batch
 from jaxpar.train.loop.timing import Timing
-from jaxpar.train.opening import OpenRun, rows_at
+from jaxpar.train.opening import FirstStep, OpenRun, rows_at
 from jaxpar.train.run_data import data_errors
-from jaxpar.train.state import TrainState
 
 Metrics = dict[str, jax.Array]
 """What a step returns beside its state (see `make_train_step`)."""
@@ -99,23 +98,17 @@ class StepRunner:
     Attributes:
       program: the compiled step.
       state: the state after the last step that has begun.
+      batches: reads the rows of each batch, and knows their place in the data.
     """
 
-    def __init__(
-        self,
-        run: OpenRun,
-        program: Compiled,
-        state: TrainState[jax.Array],
-        batches: StepBatches,
-        timing: Timing,
-    ):
-        """Take a run, its compiled step, the state and the batches that it begins with, and what is
-        told of each step's time.
+    def __init__(self, run: OpenRun, program: Compiled, start: FirstStep, timing: Timing):
+        """Take a run, its compiled step, what it begins with, and what is told of each step's
+        time.
         """
         self.program = program
-        self.state = state
+        self.state = start.state
+        self.batches = StepBatches(run, start.data)
         self._run = run
-        self._batches = batches
         self._timing = timing
 
     def begin(self, step: int, before: Metrics) -> Metrics:
@@ -130,7 +123,7 @@ class StepRunner:
         """
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             with self._timing.waiting():
-                batch = put_batch(self._batches.next_rows(step), self._run.experiment.plan)
+                batch = put_batch(self.batches.next_rows(step), self._run.experiment.plan)
             batch |= self._answers(batch, before)
             self.state, metrics = self.program(self.state, batch)
             self._timing.step_began(metrics)
@@ -145,7 +138,7 @@ class StepRunner:
         Raises:
           UserError: they cannot be read, here or by another process.
         """
-        for rows in self._batches.read_again(step, 2):
+        for rows in self.batches.read_again(step, 2):
             batch = put_batch(rows, self._run.experiment.plan)
             yield batch | self._answers(batch, {})
 

@@ -18,7 +18,7 @@ from jaxpar.train.guard.judge import Judge
 from jaxpar.train.guard.time_limit import save_seconds
 from jaxpar.train.hooks.given import is_saved, keeps_params, load_states, states_of
 from jaxpar.train.hooks.hook import Hook, is_due
-from jaxpar.train.loop.run_step import StepBatches
+from jaxpar.train.loop.run_step import StepRunner
 from jaxpar.train.loop.timing import Timing, save_watchdog
 from jaxpar.train.opening import GUARD, HOOKS, FirstStep, OpenRun
 from jaxpar.train.restore import (
@@ -124,31 +124,25 @@ class Saves:
             written = save_seconds(checkpoints.folder / str(before))
             self._timing.limit.note_save(written + checkpoints.store.seconds)
 
-    def save_good(
-        self,
-        state: TrainState[jax.Array],
-        batches: StepBatches,
-        judge: Judge,
-        ended_by: Exception,
-    ) -> None:
+    def save_good(self, runner: StepRunner, judge: Judge, ended_by: Exception) -> None:
         """Save what was trained until an error that ends the run, and say so, unless the last step
         failed or diverged. All processes must call this.
 
         Args:
-          state: the state after the last step that has begun.
-          batches: know the places in the data.
+          runner: has the state after the last step that has begun.
           judge: has not judged the last steps yet.
           ended_by: the error, which is the one to tell.
         """
         run = self._run
         say = self._say
+        state = runner.state
         if isinstance(ended_by, OSError):  # the reader of the output has gone, or its disk is full
             say = say_elsewhere
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
             return  # the step that failed had taken the state
         try:
             step = int(jax.device_get(state.step))
-            place = batches.place_after(step)
+            place = runner.batches.place_after(step)
             if step == run.after or place is None or not judge.finite_until(step):
                 return
             with self._timing.account.clock.during("saving"), save_watchdog(run):

@@ -32,7 +32,7 @@ from jaxpar.train.hooks.evaluations import Evaluations, missed_evaluations
 from jaxpar.train.hooks.profile import Profile, steps_to_trace
 from jaxpar.train.loop.messages import banner_lines, done_already, ended, stopped
 from jaxpar.train.loop.rows import StepRows
-from jaxpar.train.loop.run_step import StepBatches, StepRunner
+from jaxpar.train.loop.run_step import StepRunner
 from jaxpar.train.loop.saves import Saves
 from jaxpar.train.loop.steps import Steps
 from jaxpar.train.loop.timing import Timing
@@ -107,7 +107,7 @@ def train_opened(
             show.say(compiled)
             timing = Timing(run, limit, account)
             evaluations = evaluate(hooks, timing.watchdog.batch_done)
-            batches = StepBatches(run, start.data)
+            runner = StepRunner(run, program, start, timing)
             guard = Guard(experiment.config.train, start.guard)
             rows = StepRows(run, log, show, timing)
             profile = Profile(experiment.config.metrics.profiled, traced, program, beside)
@@ -124,9 +124,8 @@ def train_opened(
                 stop=stop,
                 timing=timing,
                 rows=rows,
-                batches=batches,
-                judge=Judge(guard, batches.require, show.say),
-                runner=StepRunner(run, program, start.state, batches, timing),
+                judge=Judge(guard, runner.batches.require, show.say),
+                runner=runner,
                 saves=saves,
                 beside=beside,
                 say=show.say,
