@@ -48,7 +48,6 @@ def train_config(
     verify the plan if asked, and train it.
 
     Args:
-      config: every setting.
       folder: the run folder, which is made if it is absent; or its URL in a bucket.
       verify: whether to compare the plan with one device before, and to train only if it is equal.
       hooks: further hooks of the run.

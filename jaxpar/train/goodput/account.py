@@ -221,9 +221,6 @@ class Read(NamedTuple):
 def read_lives(folder: Path) -> Read:
     """Read the accounts of a run. One that is damaged is left out; its time then counts as `down`.
 
-    Args:
-      folder: the run folder.
-
     Raises:
       UserError: the file is there and cannot be read.
     """
@@ -299,7 +296,6 @@ class Account:
         """Write to a run's folder, from now on and every few seconds.
 
         Args:
-          folder: the run folder.
           first: the step that this process goes on after.
           owns: whether the folder is this training's, which is asked before each writing.
           say: gets a line where accounts are damaged.
@@ -408,11 +404,7 @@ class Account:
                 self._write()
 
     def ends(self, how: str) -> None:
-        """Note how the training in this process ends, for who looks at its folder later.
-
-        Args:
-          how: in some words.
-        """
+        """Note how the training in this process ends, for who looks at its folder later."""
         self._life.how = how[:_MOST_SAID]
 
     def rest(self) -> None:

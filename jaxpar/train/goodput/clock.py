@@ -95,13 +95,7 @@ class Clock:
             self.enter(before)
 
     def move(self, source: Cause, target: Cause, seconds: float) -> None:
-        """Count seconds that are counted already under another cause; no more than there are.
-
-        Args:
-          source: the cause that they were counted under.
-          target: the one that they belong to.
-          seconds: how many.
-        """
+        """Count seconds that are counted already under another cause; no more than there are."""
         with self._lock:
             self._count()
             moved = min(max(seconds, 0.0), self._seconds[source])

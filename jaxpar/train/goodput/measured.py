@@ -35,9 +35,6 @@ class Measured(NamedTuple):
 def measure_run(folder: Path) -> Measured:
     """Read what a run has measured of itself.
 
-    Args:
-      folder: the run folder.
-
     Raises:
       UserError: it has no account, or none that is whole.
     """

@@ -185,7 +185,6 @@ class Judge:
         Args:
           guard: decides what becomes of a step.
           require_rows: raises where a process could not read its rows, which makes a step void.
-          say: prints a line.
         """
         self.guard = guard
         self._require_rows = require_rows

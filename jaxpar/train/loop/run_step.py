@@ -59,7 +59,6 @@ class StepBatches:
 
         Args:
           step: the step, which was not judged yet (`forget_before`).
-          count: how many batches.
 
         Raises:
           UserError: they cannot be read, here or by another process.
@@ -115,7 +114,6 @@ class StepRunner:
         """Start a step. All processes must call this.
 
         Args:
-          step: its number.
           before: the metrics of the one before it.
 
         Returns:

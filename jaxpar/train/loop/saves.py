@@ -49,7 +49,6 @@ class Saves:
         Args:
           hooks: what is told of a save, and saved with the state where it keeps anything.
           timing: is told how long a save takes, and which steps the run may come back to.
-          say: prints a line.
         """
         self._run = run
         self._hooks = hooks
