@@ -183,7 +183,7 @@ MUTATIONS = [
              "left_out = param - read_stacked(param, form, axes)", "left_out = read_stacked(param, form, axes)",
              "tests/models/test_sparsity.py -k once_a_step"),
     Mutation("pruned_gradient", "what is pruned is trained all the same", "jaxpar/train/optimizer/pruning.py",
-             "return jnp.where(mask, -param, update)", "return update",
+             "jnp.where(mask, -weights[name], move)", "move",
              "tests/train/optimizer/test_pruning.py -k cubic"),
     Mutation("pruned_score", "movement scores a pruned weight as the zero that it is", "jaxpar/train/optimizer/movement.py",
              "(params[name] + held) * grads[name]", "params[name] * grads[name]",

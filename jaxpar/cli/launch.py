@@ -13,7 +13,7 @@ from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.field_marks import Trait
 from jaxpar.base.ranges import Range
 from jaxpar.cli.arguments import ConfigArgs, config_args, plain_name, run_folder
-from jaxpar.launch.placement import Placement
+from jaxpar.launch.script_run import Placement
 from jaxpar.launch.scripts import script
 from jaxpar.rehearse.targets import load_target
 

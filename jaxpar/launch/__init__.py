@@ -5,9 +5,8 @@ process itself.
 processes, and starts all again when one dies (Ray Train), with fewer machines by `elastic`;
 `preemption` hands them a signal to stop, and `ray_cluster` is where they are.
 
-`scripts` fills in what Slurm, GKE, TPU VMs and SkyPilot take (`templates/`): `placement` says where
-a run goes, `script_run` what its hosts do, `staging` which files are sent to them, and
-`template_values` and `kubernetes` what the templates name.
+`scripts` fills in what Slurm, GKE, TPU VMs and SkyPilot take (`templates/`): `script_run` says
+where a run goes and what its hosts do, and `staging` which files are sent to them.
 
 `sweep` runs a grid of settings (Ray Tune), and `compose` rehearses many configs and trains small
 ones (`small_loss`).

@@ -44,8 +44,6 @@ def compose_config(
     `pairs.csv`, `results.json` and `results.png`.
 
     Args:
-      config: the config as it is.
-      settings: the settings by name.
       folder: where the files go. What was rehearsed or trained there before is not done again.
       train_steps: the steps after which the loss of the small form counts
         (`jaxpar.launch.small_loss`); 0 = nothing is trained.

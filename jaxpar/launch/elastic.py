@@ -54,12 +54,6 @@ class Sizes(NamedTuple):
 def read_range(text: str) -> tuple[int, int]:
     """Read `1:4`, the fewest and the most processes of a run.
 
-    Args:
-      text: the two numbers.
-
-    Returns:
-      The numbers.
-
     Raises:
       UserError: they are no such numbers.
     """
@@ -89,8 +83,6 @@ def elastic_sizes(
 
     Args:
       config: the experiment, whose mesh is over all processes.
-      fewest: the smallest number of processes.
-      most: the largest.
       target: the GPU nodes to run on, one for each of the most processes; None = CPU devices.
       at_size: the config of some numbers of processes, used as it is.
 
@@ -264,9 +256,7 @@ def _wait_for_room(
     Args:
       sizes: the numbers that can serve.
       before: the number of the last start that had room; 0 = there was none.
-      count_places: counts the places.
       until: until when the first start waits for the most, by `time.monotonic`.
-      say: gets a line.
     """
     said = ""
     while True:
@@ -302,7 +292,6 @@ def count_places(ray: Any, needed: Mapping[str, float], free_only: bool) -> int:
     """Count the processes that a cluster of Ray has room for.
 
     Args:
-      ray: the module.
       needed: what each process has, by the resource's name.
       free_only: whether what others have is left out. Of the nodes together, that is: which node
         has it, Ray does not say.

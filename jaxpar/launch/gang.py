@@ -243,10 +243,6 @@ def _elastic(
 def job_of(config: Config, folder: Path) -> dict[str, Any]:
     """Return what a process of Ray needs to train a config.
 
-    Args:
-      config: every setting.
-      folder: the run folder.
-
     Returns:
       A dict of strings, which `read_job` reads there.
     """
@@ -261,9 +257,6 @@ def read_job(job: dict[str, Any]) -> tuple[Config, Path]:
     """Read a job of `job_of`, in the process that does it.
 
     The process goes where paths of data are relative to, if that is here.
-
-    Args:
-      job: what `job_of` returned.
 
     Returns:
       The config and the run folder.

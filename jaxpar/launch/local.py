@@ -48,7 +48,6 @@ def train_config(
     verify the plan if asked, and train it.
 
     Args:
-      config: every setting.
       folder: the run folder, which is made if it is absent; or its URL in a bucket.
       verify: whether to compare the plan with one device before, and to train only if it is equal.
       hooks: further hooks of the run.
@@ -57,49 +56,37 @@ def train_config(
     Raises:
       UserError: `train.run` refuses the config; for too little memory it says what would fit.
     """
-    if began is None:
-        began = time.monotonic()
+    began = time.monotonic() if began is None else began
     with peer_errors(), closing(Account(began)) as account:
-        return _train_config(config, run_here(folder), verify, hooks, began, account)
-
-
-def _train_config(
-    config: Config,
-    folder: Path,
-    verify: bool,
-    hooks: Sequence[Hook],
-    began: float,
-    account: Account,
-) -> Result:
-    """Settle, verify and train a config, with an account of the process's time."""
-    # what is wrong with the layout or the data is said before a budget is solved
-    experiment = make_experiment(config)
-    main = jax.process_index() == 0
-    say = console().print if main else lambda line: None
-    experiment, _ = with_run_data(experiment, folder, say)
-    settled = resolve(experiment, say=say)
-    if verify:
-        run_together(lambda: require(settled, settled.devices, say))
-    try:
-        with (
-            open_run(settled, folder, account=account, began=began) as run,
-            ThreadPoolExecutor(1) as beside,  # what it draws is written while the folder is held
-        ):
-            picture = _LossPicture(run, beside, say)
-            result = run.train([_MemoryFile(run), picture, *hooks])
-            if main and (folder / METRICS).exists():
-                picture.draw().result()
-                account.close()
-                send(folder)
-                say(f"wrote {folder / 'loss.png'}")
-        return result
-    except OutOfMemory as error:
-        if error.where != STEP:
-            raise
-        parts = memory_account(error.experiment, error.experiment.platform)
-        say(memory_table(parts))
-        has = memory_of(error.experiment.devices[0])
-        raise UserError(out_of_memory(error.said, parts, error.experiment, has)) from error
+        here = run_here(folder)
+        # what is wrong with the layout or the data is said before a budget is solved
+        experiment = make_experiment(config)
+        main = jax.process_index() == 0
+        say = console().print if main else lambda line: None
+        experiment, _ = with_run_data(experiment, here, say)
+        settled = resolve(experiment, say=say)
+        if verify:
+            run_together(lambda: require(settled, settled.devices, say))
+        try:
+            with (
+                open_run(settled, here, account=account, began=began) as run,
+                ThreadPoolExecutor(1) as beside,  # its picture is written while the folder is held
+            ):
+                picture = _LossPicture(run, beside, say)
+                result = run.train([_MemoryFile(run), picture, *hooks])
+                if main and (here / METRICS).exists():
+                    picture.draw().result()
+                    account.close()
+                    send(here)
+                    say(f"wrote {here / 'loss.png'}")
+            return result
+        except OutOfMemory as error:
+            if error.where != STEP:
+                raise
+            parts = memory_account(error.experiment, error.experiment.platform)
+            say(memory_table(parts))
+            has = memory_of(error.experiment.devices[0])
+            raise UserError(out_of_memory(error.said, parts, error.experiment, has)) from error
 
 
 class _MemoryFile(Hook):

@@ -55,7 +55,6 @@ def loss_after(
     """Train the small form of a config, or read its loss where that was trained before.
 
     Args:
-      steps: the steps of the training.
       folder: where the runs are, in a folder each, and beside it what they print, `DIGEST.log`.
       say: is called with a line where one is trained.
 
@@ -95,10 +94,6 @@ def small_form(config: Config, steps: int) -> Config:
     proportion; at least twice as many experts as a token has; 8 sequences of 256 bytes of the text
     of this Python's standard library; the config's schedule from 3e-3. Masks are shrunk as `verify`
     does. A batch of several microbatches has two.
-
-    Args:
-      config: every setting.
-      steps: the steps of its training.
 
     Raises:
       UserError: there is none, as where a mask has no small form.

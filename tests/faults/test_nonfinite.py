@@ -25,8 +25,7 @@ from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment, make_plan
 from jaxpar.train.goodput import read_lives
 from jaxpar.train.guard.failures import Diverged, StepNumbers
-from jaxpar.train.guard.nonfinite import first_nonfinite
-from jaxpar.train.guard.run_again import verdict
+from jaxpar.train.guard.nonfinite import first_nonfinite, verdict
 from jaxpar.train.loop import run
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.restore import restore_state

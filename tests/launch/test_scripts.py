@@ -17,7 +17,7 @@ import pytest
 
 from jaxpar.base.config import load_config, override
 from jaxpar.base.errors import UserError
-from jaxpar.launch.placement import Placement
+from jaxpar.launch.script_run import Placement
 from jaxpar.launch.scripts import script
 from jaxpar.rehearse.targets import load_target
 

@@ -23,7 +23,7 @@ from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
 from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs
-from jaxpar.launch.placement import Placement
+from jaxpar.launch.script_run import Placement
 from jaxpar.launch.scripts import script
 from jaxpar.launch.staging import FILES, package_for
 from jaxpar.train.metrics import read_metrics

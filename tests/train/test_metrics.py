@@ -192,7 +192,8 @@ def test_the_speed_of_a_run_is_that_of_the_tokens_it_computes():
     log = MagicMock()
     meter = Meter(0, 1e9, jax.devices(), "float32")
     measured = {"loss": 2.0, "grad_norm": 1.0, "tokens": 13.0, "overflows": 0.0}
-    StepRows(run, log, MagicMock(), meter, Account()).write(1, measured, bad_steps=0)
+    timing = SimpleNamespace(meter=meter, account=Account())
+    StepRows(run, log, MagicMock(), timing).write(1, measured, bad_steps=0)
     row = log.write.call_args.kwargs
     assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(8 * 16)
     assert row["labels"] == 13 and "tokens" not in row

@@ -11,7 +11,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,9 +221,6 @@ class Read(NamedTuple):
 def read_lives(folder: Path) -> Read:
     """Read the accounts of a run. One that is damaged is left out; its time then counts as `down`.
 
-    Args:
-      folder: the run folder.
-
     Raises:
       UserError: the file is there and cannot be read.
     """
@@ -274,14 +271,9 @@ class Account:
         self.clock = Clock(began, time_now=time_now)
         self._now = time_now
         # by the clock of the wall, but what counts are differences of the other
-        self._began = time.time() - (now - (now if began is None else min(began, now)))
-        self._lowest = 0
-        self._step = 0
-        self._saves = 0
-        self._local_saves = 0
-        self._local_seconds = 0.0
-        self._how = ""
-        self._marks = list[Mark]()
+        started = time.time() - (now - (now if began is None else min(began, now)))
+        self._life = Life(started, started, lowest=0, step=0, saves=0, seconds={})
+        """This process, but for what its time went on, which `_until_now` adds."""
         self._ends = deque[Mark](maxlen=4)
         """Where the last few steps ended."""
         self._file: Path | None = None
@@ -304,7 +296,6 @@ class Account:
         """Write to a run's folder, from now on and every few seconds.
 
         Args:
-          folder: the run folder.
           first: the step that this process goes on after.
           owns: whether the folder is this training's, which is asked before each writing.
           say: gets a line where accounts are damaged.
@@ -312,7 +303,7 @@ class Account:
         Raises:
           UserError: the file cannot be read or written.
         """
-        self._lowest = self._step = first
+        self._life.lowest = self._life.step = first
         self._ends.append(Mark(first, self._productive()))
         self._owns = owns
         if self._file is not None:  # the folder was given back, and is opened from an older step
@@ -330,7 +321,7 @@ class Account:
 
     def step_ended(self, step: int) -> None:
         """Note that a step has run."""
-        self._step = step
+        self._life.step = step
         self._ends.append(Mark(step, self._productive()))
 
     def saving(self, step: int) -> None:
@@ -339,11 +330,12 @@ class Account:
         Args:
           step: the step, after which nothing runs.
         """
-        self._step = step
-        self._saves += 1
-        self._marks.append(Mark(step, self._productive()))
-        if len(self._marks) > _MOST_MARKS:
-            del self._marks[: _MOST_MARKS // 2 : 2]
+        life = self._life
+        life.step = step
+        life.saves += 1
+        life.marks.append(Mark(step, self._productive()))
+        if len(life.marks) > _MOST_MARKS:
+            del life.marks[: _MOST_MARKS // 2 : 2]
         self.note(at_once=True)
 
     def saved_locally(self, seconds: float) -> None:
@@ -352,8 +344,8 @@ class Account:
         Args:
           seconds: how long the steps waited for it.
         """
-        self._local_saves += 1
-        self._local_seconds += seconds
+        self._life.local_saves += 1
+        self._life.local_seconds += seconds
 
     def skip(self, step: int) -> None:
         """Count a step that has just run as a bad one."""
@@ -368,14 +360,15 @@ class Account:
 
     def roll_back(self, step: int) -> None:
         """Count the steps after one that the run goes back to as bad ones."""
-        life = self._life()
-        self._move_back(life.seconds["productive"] - life.productive_until(step))
-        while self._marks and self._marks[-1].step > step:
-            self._marks.pop()
+        now = self._until_now()
+        self._move_back(now.seconds["productive"] - now.productive_until(step))
+        life = self._life
+        while life.marks and life.marks[-1].step > step:
+            life.marks.pop()
         self._ends.clear()
         self._ends.append(Mark(step, self._productive()))
-        self._step = step
-        self._lowest = min(self._lowest, step)
+        life.step = step
+        life.lowest = min(life.lowest, step)
 
     def _move_back(self, seconds: float) -> None:
         self.clock.move("productive", "guard", seconds)
@@ -385,7 +378,7 @@ class Account:
 
     def totals(self) -> Totals:
         """Return the sum over all processes of the run until now."""
-        return add_up([*self._earlier, self._life()])
+        return add_up([*self._earlier, self._until_now()])
 
     def row(self) -> dict[str, float]:
         """Return what a row of metrics says; nothing on a process that keeps no account."""
@@ -411,12 +404,8 @@ class Account:
                 self._write()
 
     def ends(self, how: str) -> None:
-        """Note how the training in this process ends, for who looks at its folder later.
-
-        Args:
-          how: in some words.
-        """
-        self._how = how[:_MOST_SAID]
+        """Note how the training in this process ends, for who looks at its folder later."""
+        self._life.how = how[:_MOST_SAID]
 
     def rest(self) -> None:
         """Write the account once more, and then no more until `open`: the folder is given back."""
@@ -439,29 +428,14 @@ class Account:
         """Whether no other process has begun to train the run, so far as its file says."""
         if self._file is None:
             return False
-        return len(read_lives(self._file.parent).lives) == self._place
+        return len(read_lives(self._file.parent).lives) == len(self._earlier) + 1
 
-    @property
-    def _place(self) -> int:
-        """Which line of the file, from 1, is that of this process."""
-        return len(self._earlier) + 1
-
-    def _life(self) -> Life:
+    def _until_now(self) -> Life:
+        """This process until now; a copy, which another thread may write."""
         seconds = self.clock.seconds()
-        ended = self._began + sum(seconds.values())
-        marks = list(self._marks)
-        return Life(
-            began=self._began,
-            ended=ended,
-            lowest=self._lowest,
-            step=self._step,
-            saves=self._saves,
-            seconds=seconds,
-            marks=marks,
-            local_saves=self._local_saves,
-            local_seconds=self._local_seconds,
-            how=self._how,
-        )
+        life = self._life
+        ended = life.began + sum(seconds.values())
+        return replace(life, ended=ended, seconds=seconds, marks=list(life.marks))
 
     def _write(self) -> None:
         """Write the file as a whole, but never its folder, which somebody may have moved."""
@@ -470,7 +444,7 @@ class Account:
             if not self._owns():
                 return
             unfinished = self._file.with_name(self._unfinished)
-            text = self._earlier_text + self._life().as_json()
+            text = self._earlier_text + self._until_now().as_json()
             with writing(self._file):
                 unfinished.write_text(text, encoding="utf-8")
                 sync(unfinished)

@@ -58,19 +58,17 @@ class Clock:
     def __init__(
         self,
         began: float | None = None,
-        cause: Cause = "startup",
         time_now: Callable[[], float] = time.monotonic,
     ):
-        """Begin to count.
+        """Begin to count; all is `startup` until another cause is entered.
 
         Args:
           began: since when, by `time_now`; None = now.
-          cause: what the time from then on went on.
           time_now: the seconds that only go forward.
         """
         now = time_now()
         self._now = time_now
-        self._cause: Cause = cause
+        self._cause: Cause = "startup"
         self._since = now if began is None else min(began, now)
         self._seconds: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
         self._lock = threading.Lock()
@@ -97,13 +95,7 @@ class Clock:
             self.enter(before)
 
     def move(self, source: Cause, target: Cause, seconds: float) -> None:
-        """Count seconds that are counted already under another cause; no more than there are.
-
-        Args:
-          source: the cause that they were counted under.
-          target: the one that they belong to.
-          seconds: how many.
-        """
+        """Count seconds that are counted already under another cause; no more than there are."""
         with self._lock:
             self._count()
             moved = min(max(seconds, 0.0), self._seconds[source])

@@ -60,7 +60,6 @@ def expected_goodput(interval: float, mtbf: float, costs: Costs) -> float:
     Args:
       interval: seconds of work between two checkpoints.
       mtbf: the mean seconds between two faults of the whole run.
-      costs: what checkpoints and faults cost.
 
     Returns:
       A share of 1.
@@ -89,7 +88,6 @@ def simulate_goodput(
     Args:
       interval: seconds of work between two checkpoints.
       mtbf: the mean seconds between two faults of the whole run.
-      costs: what checkpoints and faults cost.
       faults: how many faults it meets, at least 2.
       seed: of the times at which they come.
 
@@ -164,7 +162,6 @@ def best_interval(mtbf: float, costs: Costs) -> float:
 
     Args:
       mtbf: the mean seconds between two faults of the whole run.
-      costs: what checkpoints and faults cost.
 
     Raises:
       UserError: a cost is negative, or the MTBF is 0.
@@ -191,7 +188,6 @@ def longest_interval(goal: float, mtbf: float, costs: Costs) -> float | None:
     Args:
       goal: the goodput to reach, a share of 1.
       mtbf: the mean seconds between two faults of the whole run.
-      costs: what checkpoints and faults cost.
 
     Raises:
       UserError: a cost is negative, or the MTBF is 0.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jaxpar.base.errors import UserError
 from jaxpar.train.goodput.account import GOODPUT, Life, Totals, add_up, read_lives
 from jaxpar.train.goodput.intervals import Costs
-from jaxpar.train.guard.time_limit import save_began, save_seconds
+from jaxpar.train.guard.time_limit import save_times
 from jaxpar.train.runs.bucket import copy_of
 from jaxpar.train.runs.folder.run_folder import CHECKPOINTS, finished_steps
 
@@ -34,9 +34,6 @@ class Measured(NamedTuple):
 
 def measure_run(folder: Path) -> Measured:
     """Read what a run has measured of itself.
-
-    Args:
-      folder: the run folder.
 
     Raises:
       UserError: it has no account, or none that is whole.
@@ -62,11 +59,12 @@ def measure_run(folder: Path) -> Measured:
 def _write_seconds(folder: Path, step: int) -> float:
     """How long a save took until its step could be gone back to, as far as it is known."""
     place = folder / CHECKPOINTS / str(step)
-    written = save_seconds(place)
+    began, whole = save_times(place)
+    written = whole - began
     if not written or copy_of(folder) is None:
         return written
     # of a copy, the folder of a step has the time at which the bucket had all of it
-    return max(written, place.stat().st_mtime - save_began(place))
+    return max(written, place.stat().st_mtime - began)
 
 
 def _mean_save(lives: list[Life]) -> float:

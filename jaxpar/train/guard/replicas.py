@@ -108,11 +108,7 @@ class ReplicaCheck:
 
 
 def replicas_note(check: ReplicaCheck) -> str:
-    """Return what to say of a comparison before it begins: how much it can see.
-
-    Args:
-      check: the comparison.
-    """
+    """Return what to say of a comparison before it begins: how much it can see."""
     if not check.compared:
         return (
             "warning: train.check_replicas finds nothing on this mesh: no device holds a copy of "

@@ -87,22 +87,17 @@ def save_seconds(checkpoint: Path) -> float:
     Args:
       checkpoint: its folder.
     """
-    began, ended = _noted(checkpoint)
+    began, ended = save_times(checkpoint)
     return ended - began
 
 
-def save_began(checkpoint: Path) -> float:
-    """When the save of a checkpoint began, in seconds since 1970, as Orbax notes it; 0 where it
-    does not say.
+def save_times(checkpoint: Path) -> tuple[float, float]:
+    """When the save of a checkpoint began and when it was whole, in seconds since 1970, as Orbax
+    notes them; twice 0 where it does not say.
 
     Args:
       checkpoint: its folder.
     """
-    return _noted(checkpoint)[0]
-
-
-def _noted(checkpoint: Path) -> tuple[float, float]:
-    """When a checkpoint was begun, and when it was whole; twice 0 where nothing says so."""
     try:
         noted = json.loads((checkpoint / STEP_METADATA).read_text(encoding="utf-8"))
         return noted["init_timestamp_nsecs"] / 1e9, noted["commit_timestamp_nsecs"] / 1e9

@@ -138,9 +138,6 @@ class Watchdog:
 def end_process(message: str) -> None:
     """Print a line and the stack of every thread on standard error, and end the process at once
     with `EXIT_CODE`: what hangs would keep Python from ending.
-
-    Args:
-      message: the line.
     """
     sys.stderr.write(f"jaxpar: error: {message}\n")
     sys.stderr.flush()

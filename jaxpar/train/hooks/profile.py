@@ -15,28 +15,33 @@ from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.errors import UserError
 from jaxpar.hlo.program.tasks import Loop, Node, Origin, Task
 from jaxpar.hlo.read import read_program
+from jaxpar.train.hooks.evaluations import evaluates_after
 from jaxpar.train.hooks.hook import Hook, HookedRun
+from jaxpar.train.opening import OpenRun
 from jaxpar.train.state import TrainState
 
 
-def steps_to_trace(asked: range, run: Path, done: int, advice: str = "") -> range:
-    """Return which steps of a profile a run that goes on has to trace: none where they are traced
-    already, because the same command resumes a run.
-
-    Args:
-      asked: the steps of `metrics.profile`; none = nothing is traced.
-      run: the run folder.
-      done: the step that the run goes on after.
-      advice: steps that could be traced, as they are written; empty = those after the next.
+def steps_to_trace(run: OpenRun) -> range:
+    """Return which steps of `metrics.profile` a run has to trace here: none where they are traced
+    already, because the same command resumes a run. Only the first process traces: its devices do
+    what all do.
 
     Raises:
       UserError: they are done, and were not traced.
     """
-    if not asked or _lines_file(run, asked).exists():
+    asked = run.experiment.config.metrics.profiled
+    done = run.after
+    if jax.process_index() > 0 or done >= run.last:
+        return range(0)
+    if not asked or _lines_file(run.folder, asked).exists():
         return range(0)
     left = range(max(asked.start, done + 1), asked.stop)
     if not left:
-        instead = advice or f"{done + 2}:{done + 6}"
+        # steps that this call could trace: the first after a start is slower than the others
+        first = min(done + 2, run.last)
+        last = min(first + 4, run.last)
+        evaluated = [step for step in range(first, last) if evaluates_after(run, step)]
+        instead = f"{first}:{min([last, *evaluated])}"
         raise UserError(f"metrics.profile: the run goes on after step {done}, try {instead}")
     return left
 

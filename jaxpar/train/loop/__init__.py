@@ -2,9 +2,9 @@
 
 Read `_run` first: it holds the folder, has what is left trained, and gives the folder back.
 `training` is one such call, and `steps` the loop itself, with the way back from a bad step. What
-the steps work with are rooms of their own: the batches and their places in the data (`batches`), a
-step (`run_step`), the rows of metrics (`rows`), what is saved (`saves`), what is timed (`timing`),
-and what is said at the end (`messages`).
+the steps work with are rooms of their own: a step, its batch and the place of that in the data
+(`run_step`), the rows of metrics (`rows`), what is saved (`saves`), what is timed (`timing`), and
+what is said at the end (`messages`).
 """
 
 from jaxpar.train.guard.failures import STEP, CopiesDiffer, Diverged, OutOfMemory

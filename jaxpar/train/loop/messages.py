@@ -58,12 +58,7 @@ def banner_lines(
 
 
 def how_often_read(config: Config, tokens: int) -> str:
-    """Say how often a run reads its text, and whether a single step already does so twice.
-
-    Args:
-      config: the config of the run.
-      tokens: how many tokens the text has.
-    """
+    """Say how often a run reads its text, and whether a single step already does so twice."""
     train = config.train
     of_a_step = train.batch * config.data.seq_len
     times = train.steps * of_a_step / tokens
@@ -74,11 +69,7 @@ def how_often_read(config: Config, tokens: int) -> str:
 
 
 def done_already(opened: OpenRun) -> str:
-    """Return what to say where there is nothing to train.
-
-    Args:
-      opened: the run, whose last step is done.
-    """
+    """Return what to say where there is nothing to train."""
     steps = opened.experiment.config.train.steps
     more = "steps extends it"
     if opened.last < steps:
@@ -91,7 +82,6 @@ def ended(step: int, val_loss: float | None, seconds: float, entropy: float) -> 
     """Return what to say of a run that reached its last step, or `train.stop_at`.
 
     Args:
-      step: that step.
       val_loss: its validation loss, in nats a token; None = there was no evaluation.
       seconds: how long its steps took.
       entropy: that of the text's unigrams, in nats a token.

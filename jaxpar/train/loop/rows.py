@@ -10,8 +10,8 @@ from jaxpar.base.console import ProgressLine
 from jaxpar.base.errors import Say
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.mixture import skipped_records
-from jaxpar.train.goodput import Account
-from jaxpar.train.metrics import Meter, MetricsLog
+from jaxpar.train.loop.timing import Timing
+from jaxpar.train.metrics import MetricsLog
 from jaxpar.train.opening import OpenRun
 
 
@@ -28,19 +28,15 @@ class StepRows:
         run: OpenRun,
         log: MetricsLog,
         show: ProgressLine,
-        meter: Meter,
-        account: Account,
+        timing: Timing,
     ):
-        """Take a run, where its rows are written and shown, what measures its speed, and what
-        counts its time.
-        """
+        """Take a run, where its rows are written and shown, and what measures its time."""
         self.last = run.after
         self.loss: float | None = None
         self._run = run
         self._log = log
         self._show = show
-        self._meter = meter
-        self._account = account
+        self._timing = timing
         self._skipped = _Skipped(run.corpus, show.say)
 
     def write(self, step: int, measured: Mapping[str, float], bad_steps: int) -> None:
@@ -53,7 +49,7 @@ class StepRows:
         numbers = dict(measured)
         del numbers["overflows"]
         numbers["labels"] = numbers.pop("tokens")
-        speed = self._meter.read(step, self._run.experiment.tokens)
+        speed = self._timing.meter.read(step, self._run.experiment.tokens)
         self.last = step
         self.loss = numbers["loss"]
         if skipped := self._skipped.in_training:
@@ -62,9 +58,9 @@ class StepRows:
             numbers["bad_steps"] = float(bad_steps)
         self._skipped.say_more()
         left = (self._run.last - step) * (speed["step_seconds"] or 0.0)
-        self._log.write(step, **numbers, **speed, **self._account.row())
+        self._log.write(step, **numbers, **speed, **self._timing.account.row())
         self._show.step(step, numbers | speed, left)
-        self._account.note()
+        self._timing.account.note()
 
     def sync(self) -> None:
         """Wait until the rows of the steps have reached the disk, as those of a step that is saved
@@ -75,7 +71,7 @@ class StepRows:
     def go_back(self, step: int) -> None:
         """Go on with the rows after an earlier step, from which the run goes on."""
         self.last = step
-        self._meter.restart(step)
+        self._timing.meter.restart(step)
         self._log.go_back(step)
 
 

@@ -13,14 +13,13 @@ import jax
 from jaxpar.base.errors import Say
 from jaxpar.base.process.multihost import run_together, told_by_first
 from jaxpar.models import Params
-from jaxpar.train.goodput import Account
 from jaxpar.train.guard import Guard
 from jaxpar.train.guard.judge import Judge
-from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
+from jaxpar.train.guard.time_limit import save_seconds
+from jaxpar.train.hooks.given import is_saved, keeps_params, load_states, states_of
 from jaxpar.train.hooks.hook import Hook, is_due
-from jaxpar.train.hooks.saved import is_saved, keeps_params, load_states, states_of
-from jaxpar.train.loop.batches import StepBatches
-from jaxpar.train.loop.timing import save_watchdog
+from jaxpar.train.loop.run_step import StepRunner
+from jaxpar.train.loop.timing import Timing, save_watchdog
 from jaxpar.train.opening import GUARD, HOOKS, FirstStep, OpenRun
 from jaxpar.train.restore import (
     fingerprint,
@@ -42,25 +41,21 @@ class Saves:
         self,
         run: OpenRun,
         hooks: Sequence[Hook],
-        limit: TimeLimit,
-        account: Account,
+        timing: Timing,
         say: Say,
     ):
         """Take a run before its first step.
 
         Args:
           hooks: what is told of a save, and saved with the state where it keeps anything.
-          limit: is told how long a save takes.
-          account: is told which steps the run may come back to.
-          say: prints a line.
+          timing: is told how long a save takes, and which steps the run may come back to.
         """
         self._run = run
         self._hooks = hooks
         self._kept = [hook for hook in hooks if is_saved(hook)]
         self._frozen: int | None = None
         self._first_states: dict[str, Any] = {}
-        self._limit = limit
-        self._account = account
+        self._timing = timing
         self._say = say
         self._local_every = run.experiment.config.checkpoint.local_every
         self._folder_has_one = False
@@ -116,45 +111,40 @@ class Saves:
             beside[HOOKS] = states
         checkpoints = self._tier(local)
         before = checkpoints.latest()
-        self._account.saving(step)
-        began = self._account.clock.seconds()["saving"]
+        account = self._timing.account
+        account.saving(step)
+        began = account.clock.seconds()["saving"]
         saved = saved_part(state, run.experiment.model)
         checkpoints.save(step, saved_hooks(saved, self._params_of_hooks()), beside)
         if checkpoints is not run.checkpoints:
-            self._account.saved_locally(self._account.clock.seconds()["saving"] - began)
+            account.saved_locally(account.clock.seconds()["saving"] - began)
         # which is written to its end by now
         if before is not None and checkpoints is run.checkpoints:
             written = save_seconds(checkpoints.folder / str(before))
-            self._limit.note_save(written + checkpoints.store.seconds)
+            self._timing.limit.note_save(written + checkpoints.store.seconds)
 
-    def save_good(
-        self,
-        state: TrainState[jax.Array],
-        batches: StepBatches,
-        judge: Judge,
-        ended_by: Exception,
-    ) -> None:
+    def save_good(self, runner: StepRunner, judge: Judge, ended_by: Exception) -> None:
         """Save what was trained until an error that ends the run, and say so, unless the last step
         failed or diverged. All processes must call this.
 
         Args:
-          state: the state after the last step that has begun.
-          batches: know the places in the data.
+          runner: has the state after the last step that has begun.
           judge: has not judged the last steps yet.
           ended_by: the error, which is the one to tell.
         """
         run = self._run
         say = self._say
+        state = runner.state
         if isinstance(ended_by, OSError):  # the reader of the output has gone, or its disk is full
             say = say_elsewhere
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
             return  # the step that failed had taken the state
         try:
             step = int(jax.device_get(state.step))
-            place = batches.place_after(step)
+            place = runner.batches.place_after(step)
             if step == run.after or place is None or not judge.finite_until(step):
                 return
-            with self._account.clock.during("saving"), save_watchdog(run):
+            with self._timing.account.clock.during("saving"), save_watchdog(run):
                 self.save(step, state, place, judge.guard)
                 run.checkpoints.wait()
         except Exception as error:

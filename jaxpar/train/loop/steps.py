@@ -20,9 +20,8 @@ from jaxpar.base.process.multihost import raised_together
 from jaxpar.base.process.preemption import Stop
 from jaxpar.train.guard.failures import CopiesDiffer, Diverged, divergence_message
 from jaxpar.train.guard.judge import BadStep, Judge
-from jaxpar.train.guard.run_again import look_again
+from jaxpar.train.guard.nonfinite import look_again
 from jaxpar.train.hooks.hook import Hook, HookedRun, is_due
-from jaxpar.train.loop.batches import StepBatches
 from jaxpar.train.loop.rows import StepRows
 from jaxpar.train.loop.run_step import Metrics, StepRunner
 from jaxpar.train.loop.saves import Saves
@@ -41,9 +40,8 @@ class Steps:
       stop: says when to stop.
       timing: tells the time of steps from other time.
       rows: writes what steps have measured.
-      batches: reads the rows of each batch, and knows their place in the data.
       judge: judges the steps that have run.
-      runner: runs a step, and has the state.
+      runner: runs a step, and has the state and the batches.
       saves: saves a step.
       beside: the thread in which hooks look at the compiled step.
       say: prints a line, on the first process.
@@ -54,7 +52,6 @@ class Steps:
     stop: Stop
     timing: Timing
     rows: StepRows
-    batches: StepBatches
     judge: Judge
     runner: StepRunner
     saves: Saves
@@ -82,7 +79,7 @@ class Steps:
             step = self._steps_and_back()
         except Exception as error:
             if raised_together(error) and not isinstance(error, Diverged | CopiesDiffer):
-                self.saves.save_good(self.runner.state, self.batches, self.judge, error)
+                self.saves.save_good(self.runner, self.judge, error)
             if is_data_error(error) and jax.process_index() == 0:
                 keep_data(self.run.folder, self.run.compared.pieces, str(error))
             raise
@@ -178,7 +175,7 @@ class Steps:
         """
         jax.block_until_ready(metrics)  # a step that is still running counts as training time
         self.timing.account.step_ended(step)
-        self.batches.require()
+        self.runner.batches.require()
         if logging or is_due(step, self._log_every):
             self._write_row(step, metrics)
         self._require_good(step)
@@ -191,7 +188,7 @@ class Steps:
         """Fetch a step's metrics, print and write them, and judge the steps until it."""
         numbers = {key: float(value) for key, value in jax.device_get(metrics).items()}
         if not np.isfinite(numbers["loss"]):
-            self.batches.require()  # which is why, where a process had no rows
+            self.runner.batches.require()  # which is why, where a process had no rows
         self.rows.write(step, numbers, self.judge.guard.bad_steps)
         self._require_good(step)
 
@@ -199,11 +196,11 @@ class Steps:
         """Judge the steps up to `last`, which have run (see `Judge.require_good`)."""
         for skipped in self.judge.require_good(last):
             self.timing.account.skip(skipped)
-        self.batches.forget_before(last)
+        self.runner.batches.forget_before(last)
 
     def _save(self, step: int, local: bool = False) -> None:
         with self.timing.apart("saving"):
-            place = self.batches.place_after(step)
+            place = self.runner.batches.place_after(step)
             self.rows.sync()
             self.saves.save(step, self.runner.state, place, self.judge.guard, local)
 
@@ -238,7 +235,7 @@ class Steps:
         """
         row = bad.numbers
         runner = self.runner
-        if not row.kept_state or self.batches.place_before(row.step) is None:
+        if not row.kept_state or self.runner.batches.place_after(row.step - 1) is None:
             return ""
         self.say(f"step {row.step} was not finite: it is looked at once more")
         try:
@@ -275,13 +272,13 @@ class Steps:
                 f"({guard.bad_steps} of train.max_bad_steps={most})"
             )
             self.judge.forget()
-            self.batches.forget_all()
+            self.runner.batches.forget_all()
             back = run.back_to(saved)
             start = first_step(back, say)
             self.runner.state = start.state
             self.saves.give_back(back, start.hooks)
             self._begin_hooks(step)
-        self.batches.go_on_after(step)
+        self.runner.batches.go_on_after(step)
         guard.roll_back(step)
         self.timing.account.roll_back(step)
         self.rows.go_back(step)

@@ -100,7 +100,6 @@ class Timing:
         another.
 
         Args:
-          cause: what it is.
           waits: whether the steps that have begun are waited for first, as training.
         """
         if self._is_apart:

@@ -28,9 +28,8 @@ from jaxpar.train.guard.judge import Judge
 from jaxpar.train.guard.time_limit import TimeLimit
 from jaxpar.train.hooks import Hook, HookedRun
 from jaxpar.train.hooks.copies import Copies
-from jaxpar.train.hooks.evaluations import Evaluations, evaluates_after, missed_evaluations
+from jaxpar.train.hooks.evaluations import Evaluations, missed_evaluations
 from jaxpar.train.hooks.profile import Profile, steps_to_trace
-from jaxpar.train.loop.batches import StepBatches
 from jaxpar.train.loop.messages import banner_lines, done_already, ended, stopped
 from jaxpar.train.loop.rows import StepRows
 from jaxpar.train.loop.run_step import StepRunner
@@ -38,7 +37,7 @@ from jaxpar.train.loop.saves import Saves
 from jaxpar.train.loop.steps import Steps
 from jaxpar.train.loop.timing import Timing
 from jaxpar.train.metrics import MetricsLog, MetricsRow
-from jaxpar.train.opening import FirstStep, OpenRun, first_step, keep_run
+from jaxpar.train.opening import OpenRun, first_step, keep_run
 from jaxpar.train.sinks import Sink
 from jaxpar.train.step import make_train_step
 
@@ -78,7 +77,7 @@ def train_opened(
         show.say(done_already(run))
         return Result(run.after, None, None, experiment.unigram_entropy, False)
     run_together(lambda: _open_account(run, account, show.say))
-    traced = run_together(lambda: _steps_to_trace(run))
+    traced = run_together(lambda: steps_to_trace(run))
     # One other thread compiles the step while this one makes or reads the state; while the first
     # steps run, it compiles the evaluation and draws the memory.
     with (
@@ -87,7 +86,9 @@ def train_opened(
         _one_thread() as beside,
     ):
         compiling = None if nothing_left else beside.submit(_compile, experiment)
-        start = _first_step(run, account, show.say)
+        cause: Cause = "startup" if run.is_new else "restoring"
+        with account.clock.during(cause):
+            start = first_step(run, show.say)
         for line in banner_lines(run, start.state, experiment.unigram_entropy):
             show.say(line)
         evaluate = partial(Evaluations, run, log, running, stop, beside, missed)
@@ -106,12 +107,13 @@ def train_opened(
             show.say(compiled)
             timing = Timing(run, limit, account)
             evaluations = evaluate(hooks, timing.watchdog.batch_done)
-            batches = StepBatches(run, start.data)
-            rows = StepRows(run, log, show, timing.meter, account)
+            runner = StepRunner(run, program, start, timing)
+            guard = Guard(experiment.config.train, start.guard)
+            rows = StepRows(run, log, show, timing)
             profile = Profile(experiment.config.metrics.profiled, traced, program, beside)
             copies = [Copies(run)] if experiment.config.train.check_replicas else []
             in_order = [profile, *copies, *hooks, evaluations]
-            saves = Saves(run, in_order, limit, account, show.say)
+            saves = Saves(run, in_order, timing, show.say)
             saves.begin(start)
             keep_run(run)
             account.clock.enter("other")
@@ -122,9 +124,8 @@ def train_opened(
                 stop=stop,
                 timing=timing,
                 rows=rows,
-                batches=batches,
-                judge=_judge(run, start, batches, show.say),
-                runner=StepRunner(run, program, start.state, batches, timing),
+                judge=Judge(guard, runner.batches.require, show.say),
+                runner=runner,
                 saves=saves,
                 beside=beside,
                 say=show.say,
@@ -140,12 +141,6 @@ def train_opened(
     return result
 
 
-def _judge(run: OpenRun, start: FirstStep, batches: StepBatches, say: Say) -> Judge:
-    """What judges the steps, with what it had seen of the run before."""
-    train = run.experiment.config.train
-    return Judge(Guard(train, start.guard), train, batches.require, say)
-
-
 def _result(
     run: OpenRun, step: int, loss: float | None, evaluations: Evaluations, interrupted: bool
 ) -> Result:
@@ -157,13 +152,6 @@ def _open_account(run: OpenRun, account: Account, say: Say) -> None:
     """Have the first process keep the account of the run's time in its folder."""
     if jax.process_index() == 0:
         account.open(run.folder, run.after, run.lock.holds, say)
-
-
-def _first_step(run: OpenRun, account: Account, say: Say) -> FirstStep:
-    """Make or read the state before the first step."""
-    cause: Cause = "startup" if run.is_new else "restoring"
-    with account.clock.during(cause):
-        return first_step(run, say)
 
 
 def _compile(experiment: Experiment) -> tuple[Compiled, str]:
@@ -220,21 +208,6 @@ def _require_numbers(hook: Hook, row: MetricsRow) -> None:
                 f"the hook {hook.name} has put {key}={short(value)} into a row of metrics.jsonl, "
                 "which takes numbers: write float(...) of it"
             )
-
-
-def _steps_to_trace(run: OpenRun) -> range:
-    """The steps of `metrics.profile` that are left. Only the first process traces: its devices do
-    what all do.
-    """
-    if jax.process_index() > 0 or run.after >= run.last:
-        return range(0)
-    # steps that this call could trace: the first after a start is slower than the others
-    first = min(run.after + 2, run.last)
-    last = min(first + 4, run.last)
-    evaluated = [step for step in range(first, last) if evaluates_after(run, step)]
-    advice = f"{first}:{min([last, *evaluated])}"
-    asked = run.experiment.config.metrics.profiled
-    return steps_to_trace(asked, run.folder, run.after, advice)
 
 
 @contextmanager

@@ -183,7 +183,6 @@ def first_moments_of_matrices(
       optimizer: the optimizer, which names its first moments.
       state: its state, of all trained parameters or of some parts, with any leaves.
       params: the parameters that it is of, with any leaves.
-      axes: their logical axes.
     """
     transformation = optimizer.make(axes)
 
@@ -217,8 +216,6 @@ def pack_moments(
       optimizer: the optimizer, which names its first moments.
       state: its state, of all trained parameters or of some parts.
       params: the parameters that it is of.
-      axes: their logical axes.
-      precision: the dtype.
     """
     if precision == "float32":
         return state
@@ -240,7 +237,6 @@ def in_host_memory_of(
       optimizer: the optimizer, whose transformation says which array belongs to which parameter.
       state: its state, of all trained parameters or of some parts: arrays or ShapeDtypeStructs.
       params: the parameters that it is of, likewise.
-      axes: their logical axes.
       plan: the plan, whose `optimizer` says whether anything is kept there.
     """
     away = plan.optimizer != "device"

@@ -52,20 +52,21 @@ def as_optimizer(given: AnyOptimizer, config: Config, plan: Plan | None = None) 
     """
     if given is None:
         own = replace(config_optimizer(config), origin="config")
-        return _with_sparsity(own, config, plan)
-    if isinstance(given, Optimizer):
+    elif isinstance(given, Optimizer):
         if given.origin:
             return given
-        return _with_sparsity(replace(given, origin="program"), config, plan)
-    if not (callable(getattr(given, "init", None)) and callable(getattr(given, "update", None))):
+        own = replace(given, origin="program")
+    elif callable(getattr(given, "init", None)) and callable(getattr(given, "update", None)):
+        transformation = cast(optax.GradientTransformation, given)
+        clip_norm = config.train.clip_norm
+        own = Optimizer(GIVEN, lambda _: transformation, False, clip_norm, origin="program")
+    else:
         raise UserError(
             f"an optimizer is an optax.GradientTransformation, found {short(given)}: write "
             "optax.lion(1e-4), for example"
         )
-    transformation = cast(optax.GradientTransformation, given)
-    clip_norm = config.train.clip_norm
-    own = Optimizer(GIVEN, lambda _: transformation, False, clip_norm, origin="program")
-    return _with_sparsity(own, config, plan)
+    sparse = with_pruning(with_sparse_decay(own, config.model), config, plan)
+    return replace(sparse, make=lambda axes: in_32_bits(sparse.make(axes)))
 
 
 def saved_name(optimizer: Optimizer) -> str:
@@ -73,12 +74,6 @@ def saved_name(optimizer: Optimizer) -> str:
     if optimizer.origin == "program":
         return GIVEN
     return optimizer.name
-
-
-def _with_sparsity(optimizer: Optimizer, config: Config, plan: Plan | None) -> Optimizer:
-    """Add to an optimizer what sparse and pruned matrices ask of a step."""
-    sparse = with_pruning(with_sparse_decay(optimizer, config.model), config, plan)
-    return replace(sparse, make=lambda axes: in_32_bits(sparse.make(axes)))
 
 
 def fingerprint_of(optimizer: Optimizer, params: Params, axes: Params) -> dict[str, str]:

@@ -41,7 +41,6 @@ def register_rate(name: str, decays: bool = True) -> Callable[[Made], Made]:
             return lambda step: train.learning_rate / (1 + step) ** 0.5
 
     Args:
-      name: the word.
       decays: whether `train.decay_steps` and `train.min_learning_rate_ratio` have an effect on the
         schedule; if not, they are refused beside it.
 

@@ -93,7 +93,6 @@ def register_optimizer(
     of the library's has a table of its name. The layout of its state follows from its parameters.
 
     Args:
-      name: the word.
       settings: the frozen dataclass of its settings, whose fields have defaults, and ranges beside
         their types.
       first_moments: the names of the fields of its state that are first moments, which

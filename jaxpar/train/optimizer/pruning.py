@@ -12,7 +12,7 @@ Shapes: L layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -147,35 +147,34 @@ def _update(
     """Make a step of the optimizer without the pruned entries, and choose these anew where it is
     time.
     """
-    was_pruned = _with_arrays(state.pruned)
-    masked = jax.tree_util.tree_map_with_path(
-        lambda path, grad: _without(grad, was_pruned.get(path_name(path))), grads
-    )
+    was_pruned = _by_name(state.pruned)
+    weights = _by_name(params)
+    masked = _where_masked(grads, was_pruned, lambda name, mask, grad: jnp.where(mask, 0, grad))
     moves: Any
     moves, inner_state = inner.update(masked, state.inner, params)
     movement = state.movement
     scores = dict[str, Array]()
     if isinstance(movement, MovementState):
-        movement = with_step(movement, _with_arrays(params), _with_arrays(grads))
-        scores = _with_arrays(movement.scores)
-        moves = _with_values(moves, was_pruned, _with_arrays(movement.held))
+        movement = with_step(movement, weights, _by_name(grads))
+        scores = _by_name(movement.scores)
+        held = _by_name(movement.held)
+        # each pruned entry, which is zero, moves to the value that is held for it
+        moves = _where_masked(
+            moves, was_pruned, lambda name, mask, move: jnp.where(mask, held[name], move)
+        )
     before = _Choice(moves, was_pruned)
-    names = _axes_by_name(axes)
+    names = _by_name(axes, is_axes)
     chosen = _choose(state.steps, before, grads, params, scores, names, config, plan)
     pruned = chosen.pruned
     moves, inner_state, movement = _after_choice(
         (chosen.updates, inner_state, movement), pruned, names, plan
     )
 
-    def final(path: KeyPath, update: Array, param: Array) -> Array:
-        mask = pruned.get(path_name(path))
-        if mask is None:
-            return update
-        return jnp.where(mask, -param, update)
-
-    updates = jax.tree_util.tree_map_with_path(final, moves, params)
+    updates = _where_masked(
+        moves, pruned, lambda name, mask, move: jnp.where(mask, -weights[name], move)
+    )
     if isinstance(movement, MovementState):
-        stepped = _with_arrays(optax.apply_updates(params, moves))
+        stepped = _by_name(optax.apply_updates(params, moves))
         movement = with_held(movement, lambda name: jnp.where(pruned[name], stepped[name], 0))
     kept_form = jax.tree_util.tree_map_with_path(
         lambda path, _: pruned[path_name(path)], state.pruned
@@ -183,29 +182,24 @@ def _update(
     return updates, PruningState(state.steps + 1, kept_form, inner_state, movement)
 
 
-def _with_values(moves: Params, pruned: dict[str, Array], held: dict[str, Array]) -> Params:
-    """Let each pruned entry, which is zero, move to the value that is held for it."""
-
-    def one(path: KeyPath, move: Array) -> Array:
-        mask = pruned.get(path_name(path))
-        if mask is None:
-            return move
-        return jnp.where(mask, held[path_name(path)], move)
-
-    return jax.tree_util.tree_map_with_path(one, moves)
-
-
-def _with_arrays(pruned: PyTree) -> dict[str, Array]:
-    """Collect the masks by the names of their parameters; parameters that are not pruned have
-    none.
+def _by_name(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """Collect the leaves of a tree by the names of their parameters; of masks, parameters that are
+    not pruned have none.
     """
-    return {path_name(path): mask for path, mask in jax.tree_util.tree_leaves_with_path(pruned)}
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return {path_name(path): leaf for path, leaf in leaves}
 
 
-def _without(grad: Array, mask: Array | None) -> Array:
-    if mask is None:
-        return grad
-    return jnp.where(mask, 0, grad)
+def _where_masked(
+    tree: Params, masks: dict[str, Array], change: Callable[[str, Array, Array], Array]
+) -> Params:
+    """Replace each array whose parameter has a mask by `change(name, mask, array)`."""
+
+    def one(path: KeyPath, x: Array) -> Array:
+        name = path_name(path)
+        return change(name, masks[name], x) if name in masks else x
+
+    return jax.tree_util.tree_map_with_path(one, tree)
 
 
 def _choose(
@@ -220,8 +214,8 @@ def _choose(
 ) -> _Choice:
     """Choose which entries are pruned, at the steps at which that is due."""
     pruning = config.pruning
-    by_name = _with_arrays(params)
-    gradients = _with_arrays(grads)
+    by_name = _by_name(params)
+    gradients = _by_name(grads)
     order = None if plan is None else stored_order(plan, config.model.layers)
     shares = _shares(before.pruned, names, config, order)
     method = _METHODS[pruning.method]
@@ -235,7 +229,7 @@ def _choose(
     due = regular | (step == max(begin, 1)) | (step == last)
 
     def choose(given: _Choice) -> _Choice:
-        moves = _with_arrays(given.updates)
+        moves = _by_name(given.updates)
         found = {}
         for name, mask in given.pruned.items():
             outer, _ = matrix_split(names[name])
@@ -292,11 +286,6 @@ def _shares(
         of_places = [of_layers[max(i, 0)][name] for i in order or range(layers)]
         found[name] = jnp.asarray(of_places).reshape(-1, *[1] * (mask.ndim - 1))
     return found
-
-
-def _axes_by_name(axes: Params) -> dict[str, Axes]:
-    leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)
-    return {path_name(path): names for path, names in leaves}
 
 
 def _sides(axes: Axes, shape: tuple[int, ...]) -> tuple[int, int]:

@@ -81,7 +81,8 @@ def test_every_second_has_one_cause(phases):
 
 def test_no_more_is_moved_than_there_is():
     hands = Hands()
-    clock = Clock(cause="data", time_now=hands)
+    clock = Clock(time_now=hands)
+    clock.enter("data")
     hands.turn(2)
     clock.move("data", "productive", 3.0)
     clock.move("evaluation", "productive", 3.0)

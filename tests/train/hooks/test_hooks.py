@@ -16,8 +16,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.train.guard.time_limit import TimeLimit
 from jaxpar.train.hooks import Hook, HookedRun, OnRow
-from jaxpar.train.hooks.given import require_hooks
-from jaxpar.train.hooks.saved import load_states, states_of
+from jaxpar.train.hooks.given import load_states, require_hooks, states_of
 from jaxpar.train.loop import open_run, run
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.runs.locks.run_lock import LOCK

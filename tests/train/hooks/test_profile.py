@@ -58,16 +58,23 @@ def test_an_evaluation_after_the_last_of_them_is_not_among_them():
 
 
 def test_of_a_resumed_run_the_steps_that_are_left_are_traced_and_none_twice(tmp_path):
-    assert not steps_to_trace(Config().metrics.profiled, tmp_path, 9)
-    asked = range(20, 26)
-    assert steps_to_trace(asked, tmp_path, 0) == asked
-    assert steps_to_trace(asked, tmp_path, 22) == range(23, 26)
+    def opened(after: int, asked: str = "20:25") -> Any:
+        config = override(Config(), {"metrics.profile": asked, "train.eval_every": 0})
+        experiment = SimpleNamespace(config=config)
+        corpus = SimpleNamespace(val=None)
+        return SimpleNamespace(
+            experiment=experiment, corpus=corpus, folder=tmp_path, after=after, last=1000
+        )
+
+    assert not steps_to_trace(opened(9, ""))
+    assert steps_to_trace(opened(0)) == range(20, 26)
+    assert steps_to_trace(opened(22)) == range(23, 26)
     with pytest.raises(UserError, match=r"metrics.profile: .*25, try 27:31"):
-        steps_to_trace(asked, tmp_path, 25)
+        steps_to_trace(opened(25))
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile" / "steps_20_25.json").write_text("{}")
     for done in (0, 22, 500):
-        left = steps_to_trace(asked, tmp_path, done)
+        left = steps_to_trace(opened(done))
         assert not left, "the same command resumes a run that was traced"
 
 
