@@ -50,8 +50,7 @@ from jaxpar.train.runs.folder.run_folder import (
 )
 from jaxpar.train.runs.folder.run_identity import require_tokenizer_files, run_identity
 from jaxpar.train.runs.folder.steps import CHECKPOINTS
-from jaxpar.train.runs.local_tier import LocalTier
-from jaxpar.train.runs.local_tier.starts import note_start
+from jaxpar.train.runs.local_tier import LocalTier, note_start
 from jaxpar.train.runs.locks.run_lock import SharedLock
 from jaxpar.train.runs.orbax_options import longest_save
 from jaxpar.train.runs.stores import StoreOf, store_of
