@@ -4,7 +4,7 @@ state and the data of its first step are made or read.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -187,8 +187,7 @@ def open_folder(
     compared = run_together(lambda: compare_data(folder, config, corpus) if main else NOT_COMPARED)
     before = compare_run(folder, config, compared.known)
     with ExitStack() as stack:
-        lock = SharedLock(folder, say)
-        stack.callback(lock.close)
+        lock = stack.enter_context(closing(SharedLock(folder, say)))
         opened = _open_locked(
             experiment, folder, corpus, say, store, lock, stack, compared, before, teacher
         )

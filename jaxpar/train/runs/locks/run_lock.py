@@ -22,8 +22,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -379,21 +378,3 @@ class SharedLock:
         """Give the lock back."""
         if self._lock is not None:
             self._lock.close()
-
-
-@contextmanager
-def locked(folder: Path, say: Say) -> Iterator[SharedLock]:
-    """Hold the lock of a run folder.
-
-    Args:
-      folder: the run folder, which is made if it is absent.
-      say: gets a line where a dead owner's lock is taken over.
-
-    Raises:
-      UserError: another training holds it, or the folder cannot be written.
-    """
-    lock = SharedLock(folder, say)
-    try:
-        yield lock
-    finally:
-        lock.close()
