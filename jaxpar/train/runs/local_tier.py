@@ -32,7 +32,7 @@ from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError, read_json, require_local, with_urls
 from jaxpar.base.layout.sharding import path_name
-from jaxpar.base.process.multihost import run_together
+from jaxpar.base.process.multihost import numbers_from_first, run_together
 from jaxpar.train.runs.bucket import send
 from jaxpar.train.runs.checkpoints import PyTree, warn
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint, Manifest, require_whole
@@ -315,15 +315,5 @@ def _steps_of_all(steps: list[int]) -> list[set[int]]:
 
 def _starts_from_first(starts: Starts) -> Starts:
     """Give every process the starts that the first one has read; all must call this."""
-    if jax.process_count() == 1:
-        return starts
-    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(starts.first))))
-    first = np.zeros(count, np.int32)
-    name = np.zeros(32, np.uint8)
-    if jax.process_index() == 0:
-        first[:] = starts.first
-        name[:] = np.frombuffer(starts.run.encode(), np.uint8)
-    name = np.asarray(multihost_utils.broadcast_one_to_all(name), np.uint8)
-    if count:
-        first = np.asarray(multihost_utils.broadcast_one_to_all(first))
-    return Starts(bytes(name).decode(), tuple(int(step) for step in first))
+    name = bytes(numbers_from_first(starts.run.encode()))
+    return Starts(name.decode(), tuple(numbers_from_first(starts.first)))

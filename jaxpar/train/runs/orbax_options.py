@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from etils.epath.gpath import PosixGPath
 from orbax.checkpoint.options import MultiprocessingOptions
 
-from jaxpar.base.process.multihost import number_from_first
+from jaxpar.base.process.multihost import numbers_from_first
 from jaxpar.train.runs.folder.orbax_names import DATA, STATE
 from jaxpar.train.runs.folder.val_losses import lowest
 from jaxpar.train.runs.stores import CheckpointStore, Disk
@@ -116,7 +116,7 @@ class Retention:
           steps: the steps that the run has.
         """
         main = jax.process_index() == 0
-        self._read = steps_from_first(sorted(self._store.steps_in_use(steps)) if main else [])
+        self._read = numbers_from_first(sorted(self._store.steps_in_use(steps)) if main else [])
 
     def old(self, steps: Sequence[int], read: Collection[int]) -> list[int]:
         """List the steps that are not kept.
@@ -133,13 +133,6 @@ class Retention:
         steps = [info.step for info in checkpoints]
         self.removed = self.old(steps, self._read)
         return [step not in self.removed for step in steps]
-
-
-def steps_from_first(steps: Sequence[int]) -> list[int]:
-    """Give every process the steps of the first one; all must call this."""
-    count = number_from_first(len(steps))
-    padded = [*steps, *[0] * count][:count]
-    return [number_from_first(step) for step in padded]
 
 
 def writing_processes(disk: Disk) -> MultiprocessingOptions:

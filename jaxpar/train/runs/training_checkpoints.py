@@ -35,7 +35,12 @@ import orbax.checkpoint as ocp
 from jaxpar.base.atomic_write import sync_below
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import Say, UserError
-from jaxpar.base.process.multihost import number_from_first, run_together, told_by_first
+from jaxpar.base.process.multihost import (
+    number_from_first,
+    numbers_from_first,
+    run_together,
+    told_by_first,
+)
 from jaxpar.train.runs.checkpoints import (
     Checkpoints,
     PyTree,
@@ -52,7 +57,6 @@ from jaxpar.train.runs.orbax_options import (
     ORBAX_SECONDS,
     Manager,
     Retention,
-    steps_from_first,
     writing_processes,
 )
 from jaxpar.train.runs.stores import StoreOf, store_of
@@ -407,7 +411,7 @@ class TrainingCheckpoints(Checkpoints):
         self.wait()
         steps = self.steps()
         # what the first process sees counts, as all must remove alike
-        old = steps_from_first(self._retention.old(steps, self.store.steps_in_use(steps)))
+        old = numbers_from_first(self._retention.old(steps, self.store.steps_in_use(steps)))
         for step in old:
             self._manager.delete(step)
         self._remove(old)
