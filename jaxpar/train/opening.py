@@ -16,7 +16,7 @@ from jaxpar.base.config import Config, incompatible_changes
 from jaxpar.base.config.checks import require_settled
 from jaxpar.base.errors import Say, UserError, is_url
 from jaxpar.base.machine import machine_memory
-from jaxpar.base.process.multihost import run_together, told_by_first
+from jaxpar.base.process.multihost import run_on_first, run_together, told_by_first
 from jaxpar.data.corpus import Corpus, train_batches
 from jaxpar.data.masking import make_masking
 from jaxpar.data.streams.tokens import HostBatch
@@ -180,11 +180,10 @@ def open_folder(
         say(note)
     if offload_asked(experiment.plan):
         run_together(lambda: require_right_gradients(jax.local_devices()[0], say))
-    main = jax.process_index() == 0
     teacher = run_together(lambda: open_teacher(experiment, corpus))
     if teacher is not None:
         say(teacher.note)
-    compared = run_together(lambda: compare_data(folder, config, corpus) if main else NOT_COMPARED)
+    compared = run_on_first(lambda: compare_data(folder, config, corpus)) or NOT_COMPARED
     before = compare_run(folder, config, compared.known)
     with ExitStack() as stack:
         lock = stack.enter_context(closing(SharedLock(folder, say)))
@@ -209,7 +208,6 @@ def _open_locked(
     """Write what makes a folder a run folder, and find the step to go on after. What is opened is
     given to `held`.
     """
-    main = jax.process_index() == 0
     config = experiment.config
     # From now on it is a run folder; that of a run is written once nothing can be refused. Only
     # process 0 knows which.
@@ -217,7 +215,7 @@ def _open_locked(
         keep_config(folder, config)
     tokenizer = corpus.tokenizer
     if tokenizer is not None:
-        run_together(lambda: keep_tokenizer(tokenizer, folder) if main else None)
+        run_on_first(lambda: keep_tokenizer(tokenizer, folder))
     identity = run_together(lambda: run_identity(folder, compared.pieces))
     checkpoints = TrainingCheckpoints(
         folder / CHECKPOINTS,
@@ -354,14 +352,9 @@ def keep_run(run: OpenRun) -> None:
     """Write what a run goes on with, once nothing of it can be refused: a refused call leaves a run
     as it was.
     """
-    main = jax.process_index() == 0
     keep_config(run.folder, run.experiment.config)
-    run_together(lambda: _keep_beside(run) if main else None)
-
-
-def _keep_beside(run: OpenRun) -> None:
-    keep_data(run.folder, run.compared.pieces)
-    note_start(run.folder, run.after)
+    run_on_first(lambda: keep_data(run.folder, run.compared.pieces))
+    run_on_first(lambda: note_start(run.folder, run.after))
 
 
 def first_step(run: OpenRun, say: Say) -> FirstStep:
@@ -384,7 +377,7 @@ def first_step(run: OpenRun, say: Say) -> FirstStep:
     note = other_optimizer_note(trained_with, experiment.optimizer_fingerprint, run.after)
     if note:
         say(note)
-    run_together(lambda: _require_as_much(run, beside.get("training_tokens")))
+    run_on_first(lambda: _require_as_much(run, beside.get("training_tokens")))
     changed = told_by_first(run.compared.changed)
     place = beside.get("iterator")
     if place is not None:
@@ -451,8 +444,7 @@ def _require_as_much(run: OpenRun, before: int | None) -> None:
     fewer.
     """
     text = run.corpus.train
-    main = jax.process_index() == 0
-    if main and not run.compared.known and before not in (None, text.size):
+    if not run.compared.known and before not in (None, text.size):
         raise UserError(
             f"the run was trained on {before:,} tokens, documents or examples and {text.origin} "
             f"now has {text.amount}: bring the old text back (the stdlib corpus changes with "

@@ -56,6 +56,23 @@ def run_together(run: Callable[[], T]) -> T:
     return result  # pyright: ignore[reportReturnType]
 
 
+def run_on_first(run: Callable[[], T]) -> T | None:
+    """Call a function on the first process alone, and go on once it has returned there.
+
+    All processes must call this.
+
+    Args:
+      run: the function, in which no collective may stand.
+
+    Returns:
+      On the first process what it returned; None elsewhere.
+
+    Raises:
+      UserError: it failed. On the first process its own error is raised.
+    """
+    return run_together(lambda: run() if jax.process_index() == 0 else None)
+
+
 def told_by_first(value: bool) -> bool:
     """Return on every process what the first one gives; all must call this."""
     if jax.process_count() == 1:

@@ -32,7 +32,7 @@ from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError, read_json, require_local, with_urls
 from jaxpar.base.layout.sharding import path_name
-from jaxpar.base.process.multihost import numbers_from_first, run_together
+from jaxpar.base.process.multihost import numbers_from_first, run_on_first, run_together
 from jaxpar.train.runs.bucket import send
 from jaxpar.train.runs.checkpoints import PyTree, warn
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint, Manifest, require_whole
@@ -158,8 +158,7 @@ class LocalTier:
         self._local = local
         self._run = run
         self._place = Path(local).absolute() / str(jax.process_index())
-        main = jax.process_index() == 0
-        starts = run_together(lambda: begin_starts(run) if main else Starts("", ()))
+        starts = run_on_first(lambda: begin_starts(run)) or Starts("", ())
         self._starts = _starts_from_first(starts)
         self._parts = _parts_of(state, order)
         self._seconds = longest_save(state)

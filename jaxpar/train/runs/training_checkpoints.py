@@ -38,6 +38,7 @@ from jaxpar.base.errors import Say, UserError
 from jaxpar.base.process.multihost import (
     number_from_first,
     numbers_from_first,
+    run_on_first,
     run_together,
     told_by_first,
 )
@@ -173,12 +174,7 @@ class TrainingCheckpoints(Checkpoints):
         Raises:
           UserError: all are damaged, or one that may be whole cannot be read.
         """
-        main = jax.process_index() == 0
-
-        def find() -> Whole:
-            return find_newest_whole(self, self._say, may_lack) if main else Whole()
-
-        found = run_together(find)
+        found = run_on_first(lambda: find_newest_whole(self, self._say, may_lack)) or Whole()
         step = number_from_first(-1 if found.step is None else found.step)
         # The first process has moved the newer ones aside in its folder alone, and all must know
         # the same steps: these are those of before.

@@ -27,11 +27,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxpar.base.atomic_write import writing
 from jaxpar.base.errors import Say, UserError, parse_json, read_json, reading, require_kinds
-from jaxpar.base.process.multihost import run_together
+from jaxpar.base.process.multihost import run_on_first, run_together
 from jaxpar.base.process.processes import machine, process_start
 from jaxpar.base.storage import Bucket
 from jaxpar.train.runs.bucket import copy_of
@@ -346,8 +344,7 @@ class SharedLock:
         def take() -> RunLock:
             return RunLock(folder, say) if copy is None else BucketLock(copy.url, folder, say)
 
-        main = jax.process_index() == 0
-        self._lock = run_together(lambda: take() if main else None)
+        self._lock = run_on_first(take)
         if copy is not None:
             with ExitStack() as stack:  # the bucket may fail now
                 stack.callback(self.close)
