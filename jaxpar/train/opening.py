@@ -28,7 +28,6 @@ from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment, offload_asked, plan_notes
 from jaxpar.train.optimizer.given_optimizer import other_optimizer_note
 from jaxpar.train.optimizer.learning_rate import schedule_note
-from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import (
     OPTIMIZER_FINGERPRINT,
     TEACHER,
@@ -56,6 +55,7 @@ from jaxpar.train.runs.orbax_options import longest_save
 from jaxpar.train.runs.stores import StoreOf, store_of
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.state import TrainState
+from jaxpar.train.state_memory import require_memory
 from jaxpar.train.step import init_state
 
 GUARD = "guard"
