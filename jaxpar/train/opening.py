@@ -38,7 +38,7 @@ from jaxpar.train.restore import (
 )
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data, with_run_data
 from jaxpar.train.runs.bucket import folder_here
-from jaxpar.train.runs.folder.manifest import Manifest
+from jaxpar.train.runs.checkpoints import Whole
 from jaxpar.train.runs.folder.own_tokenizer import keep_tokenizer
 from jaxpar.train.runs.folder.run_folder import (
     compare_run,
@@ -230,14 +230,14 @@ def _open_locked(
     local = _find_local(experiment, folder)
     if local is not None:
         held.callback(local.release)
-    begin = _choose_tier(checkpoints, local, folder, config, compared, before, say)
+    begin, is_local = _choose_tier(checkpoints, local, folder, config, compared, before, say)
     run_together(lambda: require_tokenizer_files(folder, begin.manifest, say))
     after = begin.step or 0
     source = checkpoints
     if local is not None:
         local.open(after, config.checkpoint, identity)
         held.callback(local.checkpoints.abandon)
-        if begin.is_local:
+        if is_local:
             source = local.checkpoints
     notes = [compared.note]
     if before is not None:
@@ -264,16 +264,6 @@ def _open_locked(
     )
 
 
-class _Begin(NamedTuple):
-    """The step to go on after: None = there is none; its manifest, which the first process knows;
-    and whether the local tier has it.
-    """
-
-    step: int | None
-    manifest: Manifest | None
-    is_local: bool = False
-
-
 def _find_local(experiment: Experiment, folder: Path) -> LocalTier | None:
     """What `checkpoint.local` has; None = it is not set."""
     local = experiment.config.checkpoint.local
@@ -292,11 +282,15 @@ def _choose_tier(
     compared: Compared,
     before: Config | None,
     say: Say,
-) -> _Begin:
-    """Take the newest step that is whole, of the run folder or of the local tier, and say which."""
+) -> tuple[Whole, bool]:
+    """Take the newest step that is whole, of the run folder or of the local tier, and say which.
+
+    Returns:
+      The step, with its manifest, and whether it is the local tier's.
+    """
     whole = checkpoints.newest_whole(may_lack=local is not None and bool(local.steps))
     if local is None:
-        return _Begin(*whole)
+        return whole, False
     name = f"checkpoint.local={config.checkpoint.local}"
     there = whole.step or 0
     # the last step is to be in the run folder, and is trained again where it is not
@@ -305,12 +299,12 @@ def _choose_tier(
     if newest <= there:
         if whole.step is not None:
             say(f"goes on after step {there} of {folder}: {name} {local.why_not(there)}")
-        return _Begin(*whole)
+        return whole, False
     if not there:  # the folder cannot refuse another config for its checkpoints' sake
         run_together(lambda: _require_unchanged(folder, before, config, compared.known))
     than = f"step {there}" if there else "all that is whole"
     say(f"goes on after step {newest} of {name}, which is newer than {than} in {folder}")
-    return _Begin(newest, local.manifest(newest), is_local=True)
+    return Whole(newest, local.manifest(newest)), True
 
 
 def _require_unchanged(
