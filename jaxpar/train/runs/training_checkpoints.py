@@ -106,17 +106,13 @@ class TrainingCheckpoints(Checkpoints):
         with ExitStack() as stack:  # what the store does in the background ends where this fails
             stack.callback(self.store.end)
             self.store.open()
-            self._clear_up()
+            for line in run_together(lambda: self.store.clear_up(config.keep, self._kept())):
+                say(line)
             self._losses.read()
             self._manager = self._open()
             self._is_open = True
             self._is_left = False
             stack.pop_all()
-
-    def _clear_up(self) -> None:
-        """Take away the folders that Orbax would stumble over, and say which."""
-        for line in run_together(lambda: self.store.clear_up(self._config.keep, self._kept())):
-            self._say(line)
 
     def _kept(self) -> int | None:
         """Find the step that is kept besides the newest, before Orbax has looked at the folder."""
