@@ -19,7 +19,6 @@ from jaxpar.train.restore.folder_model import (
     adapters_of,
     frozen_folder,
     model_of,
-    require_model,
     same_folder,
 )
 from jaxpar.train.restore.load import (
@@ -58,7 +57,6 @@ __all__ = [
     "load_params",
     "load_run",
     "model_of",
-    "require_model",
     "require_new_run",
     "restore_hook",
     "restore_state",
