@@ -65,8 +65,6 @@ def batch_shapes(config: Config, plan: Plan, teacher: bool = True) -> dict[str, 
     compiled.
 
     Args:
-      config: every setting.
-      plan: where its arrays lie.
       teacher: whether a teacher's answers are in it, where the config has a teacher; an evaluation
         has none.
     """

@@ -169,7 +169,6 @@ def bits_per_byte(
     Args:
       loss: the validation loss, in nats a token.
       stream: the validation data of that loss.
-      tokenizer: the tokenizer of the data.
       config: the config, which says which batches are evaluated.
       say: gets a line where the tokenizer does not know some of the text.
 

@@ -162,10 +162,8 @@ def open_folder(
 
     Args:
       experiment: the experiment, or the config of one, settled.
-      folder: the run folder.
       corpus: the data, if they are already loaded and are not the experiment's.
       say: gets a line for each thing that is otherwise than the user may think.
-      store: makes the store that keeps the checkpoints.
 
     Raises:
       UserError: config, devices or data are bad, or the folder is of another run.

@@ -220,9 +220,6 @@ def _compare_tokenizer(target: Path, config: Config) -> None:
 def require_new_run(target: Path, config: Config) -> None:
     """Refuse a run folder that has checkpoints, or is the folder of another experiment.
 
-    Args:
-      config: the config of the new run.
-
     Raises:
       UserError: the folder is no new run.
     """
@@ -236,10 +233,8 @@ def keep_import(experiment: Experiment, params: Params, source: Path, target: Pa
     folder that they come from.
 
     Args:
-      experiment: the experiment of the new run.
       params: the parameters, with the model's order of layers.
       source: the folder that they come from.
-      target: the run folder.
     """
     model = experiment.model
     config = experiment.config

@@ -154,7 +154,6 @@ def load_run(
     (`read_whole_step`).
 
     Args:
-      folder: the run folder.
       step: the step of the checkpoint; 0 = the best, or the newest where none was evaluated.
       experiment: the experiment of its model, on a plan of any mesh.
       store: makes the store that keeps the checkpoints, where the run has one of its own.

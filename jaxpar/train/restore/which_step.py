@@ -44,7 +44,6 @@ def read_whole_step(
     run has removed it all the same, another is taken.
 
     Args:
-      folder: the run folder.
       step: the step of the checkpoint; 0 = the best, or the newest where none was evaluated.
       read: reads a step of the run's checkpoints.
       store: makes the store that keeps them.

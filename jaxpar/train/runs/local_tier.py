@@ -72,7 +72,6 @@ class Starts(NamedTuple):
 
         Args:
           start: the number of the training that saved the step.
-          step: the step's number.
 
         Returns:
           False where a later training began before that step, with other steps from there on.
@@ -116,7 +115,6 @@ def note_start(folder: Path, first: int) -> None:
     """Add a training to the starts of a run, where it has any. For one process alone.
 
     Args:
-      folder: the run folder.
       first: the step after which the training starts.
 
     Raises:

@@ -63,11 +63,7 @@ class Manager(ocp.CheckpointManager):
     """
 
     def __init__(self, store: CheckpointStore, options: ocp.CheckpointManagerOptions):
-        """Open the checkpoints in the folder of a store.
-
-        Args:
-          store: the store that keeps the steps.
-        """
+        """Open the checkpoints in the folder of a store."""
         self._store = store
         handlers = item_handlers(store.disk)
         super().__init__(LiteralPath(store.folder), options=options, item_handlers=handlers)
@@ -110,11 +106,7 @@ class Retention:
         self.removed: list[int] = []
 
     def look(self, steps: Sequence[int]) -> None:
-        """Look which steps are being read; all processes must call this.
-
-        Args:
-          steps: the steps that the run has.
-        """
+        """Look which steps are being read; all processes must call this."""
         main = jax.process_index() == 0
         self._read = numbers_from_first(sorted(self._store.steps_in_use(steps)) if main else [])
 

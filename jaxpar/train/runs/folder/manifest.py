@@ -107,7 +107,6 @@ def write_manifest(folder: Path, step: int, identity: Mapping[str, Any]) -> None
 
     Args:
       folder: the folder of the step, which may still have its temporary name.
-      step: the step's number.
       identity: the hashes by which the data and the tokenizer of the run are told from others, as
         JSON has them.
 
@@ -188,9 +187,7 @@ def require_whole(folder: Path, step: int, depth: Depth = "sample") -> Manifest 
     """Compare a step with its manifest, and return the manifest.
 
     Args:
-      folder: the folder of the step.
       step: the number in the folder's name.
-      depth: how much of the step is compared.
 
     Returns:
       The manifest; None = there is none, and nothing was compared.

@@ -77,7 +77,6 @@ def refused_changes(folder: Path, before: Config, config: Config) -> list[str]:
     arrays alone. A value in a run of an earlier version that is refused today may be replaced.
 
     Args:
-      folder: the run folder.
       before: the config in the folder.
       config: the config that the run is to be resumed with.
 

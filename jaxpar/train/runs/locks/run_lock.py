@@ -263,7 +263,6 @@ class BucketLock(RunLock):
         """Take the lock.
 
         Args:
-          url: the URL of the run.
           folder: this process's copy of the run.
           say: gets a line where a dead owner's lock is taken over.
 
