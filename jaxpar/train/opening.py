@@ -183,60 +183,61 @@ def open_folder(
         say(teacher.note)
     compared = run_on_first(lambda: compare_data(folder, config, corpus)) or NOT_COMPARED
     before = compare_run(folder, config, compared.known)
-    with ExitStack() as stack:
-        lock = stack.enter_context(closing(SharedLock(folder, say)))
-        opened = _open_locked(
-            experiment, folder, corpus, say, store, lock, stack, compared, before, teacher
+    with ExitStack() as held:
+        lock = held.enter_context(closing(SharedLock(folder, say)))
+        # From now on it is a run folder; that of a run is written once nothing can be refused. Only
+        # process 0 knows which.
+        if told_by_first(before is None):
+            keep_config(folder, config)
+        tokenizer = corpus.tokenizer
+        if tokenizer is not None:
+            run_on_first(lambda: keep_tokenizer(tokenizer, folder))
+        identity = run_together(lambda: run_identity(folder, compared.pieces))
+        checkpoints = TrainingCheckpoints(
+            folder / CHECKPOINTS,
+            config.checkpoint,
+            identity,
+            say,
+            lock.require,
+            store,
+            seconds=longest_save(experiment.state),
         )
-        return opened._replace(held=stack.pop_all())
+        held.callback(checkpoints.abandon)
+        local = _find_local(experiment, folder)
+        if local is not None:
+            held.callback(local.release)
+        begin, is_local = _choose_tier(checkpoints, local, folder, config, compared, before, say)
+        run_together(lambda: require_tokenizer_files(folder, begin.manifest, say))
+        after = begin.step or 0
+        source = checkpoints
+        if local is not None:
+            local.open(after, config.checkpoint, identity)
+            held.callback(local.checkpoints.abandon)
+            if is_local:
+                source = local.checkpoints
+        for note in _changes(before, compared, experiment, after):
+            say(note)
+        return OpenRun(
+            folder,
+            experiment,
+            corpus,
+            checkpoints,
+            compared,
+            after,
+            is_new=begin.step is None,
+            lock=lock,
+            held=held.pop_all(),
+            source=source,
+            local=local,
+            teacher=teacher,
+        )
 
 
-def _open_locked(
-    experiment: Experiment,
-    folder: Path,
-    corpus: Corpus,
-    say: Say,
-    store: StoreOf,
-    lock: SharedLock,
-    held: ExitStack,
-    compared: Compared,
-    before: Config | None,
-    teacher: Teacher | None,
-) -> OpenRun:
-    """Write what makes a folder a run folder, and find the step to go on after. What is opened is
-    given to `held`.
-    """
+def _changes(
+    before: Config | None, compared: Compared, experiment: Experiment, after: int
+) -> list[str]:
+    """Say what is otherwise than in the run's last call, whose config was `before`."""
     config = experiment.config
-    # From now on it is a run folder; that of a run is written once nothing can be refused. Only
-    # process 0 knows which.
-    if told_by_first(before is None):
-        keep_config(folder, config)
-    tokenizer = corpus.tokenizer
-    if tokenizer is not None:
-        run_on_first(lambda: keep_tokenizer(tokenizer, folder))
-    identity = run_together(lambda: run_identity(folder, compared.pieces))
-    checkpoints = TrainingCheckpoints(
-        folder / CHECKPOINTS,
-        config.checkpoint,
-        identity,
-        say,
-        lock.require,
-        store,
-        seconds=longest_save(experiment.state),
-    )
-    held.callback(checkpoints.abandon)
-    local = _find_local(experiment, folder)
-    if local is not None:
-        held.callback(local.release)
-    begin, is_local = _choose_tier(checkpoints, local, folder, config, compared, before, say)
-    run_together(lambda: require_tokenizer_files(folder, begin.manifest, say))
-    after = begin.step or 0
-    source = checkpoints
-    if local is not None:
-        local.open(after, config.checkpoint, identity)
-        held.callback(local.checkpoints.abandon)
-        if is_local:
-            source = local.checkpoints
     notes = [compared.note]
     if before is not None:
         notes.insert(0, replaced_values(before, config))
@@ -244,22 +245,7 @@ def _open_locked(
             notes.append(resized_note(before, config))
         if after and experiment.optimizer.learning_rate is not None:
             notes.append(schedule_note(before.train, config.train, after))
-    for note in filter(None, notes):
-        say(note)
-    return OpenRun(
-        folder,
-        experiment,
-        corpus,
-        checkpoints,
-        compared,
-        after,
-        is_new=begin.step is None,
-        lock=lock,
-        held=held,
-        source=source,
-        local=local,
-        teacher=teacher,
-    )
+    return [note for note in notes if note]
 
 
 def _find_local(experiment: Experiment, folder: Path) -> LocalTier | None:
