@@ -24,7 +24,7 @@ it, and is None again once both threads are done, or have failed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -146,14 +146,6 @@ class TrainingCheckpoints(Checkpoints):
     def steps(self) -> list[int]:
         """List every finished step, sorted, and the step that is being saved."""
         return sorted(self._manager.all_steps())
-
-    def best(self, without: Container[int] = ()) -> int | None:
-        """Find the step with the lowest validation loss among those kept, or None.
-
-        Args:
-          without: steps that are left out.
-        """
-        return lowest(self._losses.known, [step for step in self.steps() if step not in without])
 
     def newest_whole(self, may_lack: bool = False) -> Whole:
         """Find the step to resume after, and move newer ones, which are damaged, aside.
@@ -330,11 +322,7 @@ class TrainingCheckpoints(Checkpoints):
             self.leave()
             raise
         finally:
-            self.stop_sending()
-
-    def stop_sending(self) -> None:
-        """Stop the store, which then keeps no more steps, unless it is asked for one."""
-        self.store.stop()
+            self.store.stop()
 
     def abandon(self) -> None:
         """End the work in the background, as the run is given back: nothing is kept from now on.
@@ -344,14 +332,14 @@ class TrainingCheckpoints(Checkpoints):
             if not self._is_left:
                 stack.callback(self._close_manager)
                 stack.callback(self.store.end)
-            self.stop_sending()
+            self.store.stop()
 
     def leave(self) -> None:
         """Have `abandon` wait for nothing: what works in the background may wait for a process that
         is gone.
         """
         self._is_left = True
-        self.stop_sending()
+        self.store.stop()
 
     def _close_manager(self) -> None:
         """End Orbax's threads, if they were not. What failed in one of them was raised before, or
@@ -378,7 +366,7 @@ class TrainingCheckpoints(Checkpoints):
         try:
             yield
         except Exception as error:
-            self.stop_sending()
+            self.store.stop()
             self._require_lock()  # a folder that was moved away explains it better
             if _took_too_long(error):
                 if jax.process_count() > 1:

@@ -503,7 +503,7 @@ def test_a_step_that_is_written_after_the_run_was_lost_is_not_sent(bucket, monke
 
     monkeypatch.setattr(training_checkpoints, "write_manifest", write_late)
     checkpoints.save(1, state(1), {})
-    checkpoints.stop_sending()
+    checkpoints.store.stop()
     stopped.set()
     checkpoints.wait()
     assert (folder / "checkpoints/1").is_dir() and not bucket.files("checkpoints")
