@@ -73,7 +73,7 @@ def bench_command(words: list[str]) -> int:
         return bench_presets_command(words[1:])
     from jaxpar.bench.measure import bench_step, table
     from jaxpar.train.experiments import make_experiment
-    from jaxpar.train.require_memory import require_memory
+    from jaxpar.train.state_memory import require_memory
 
     _, args = config_args(bench_command.__doc__, BenchArgs, words)
     say = console().print

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxpar.base.errors import UserError, reading, with_urls
-from jaxpar.base.process.multihost import number_from_first, numbers_from_first, run_together
+from jaxpar.base.process.multihost import numbers_from_first, run_together
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.mixture import Mixture
 from jaxpar.data.part import Part
@@ -72,16 +72,14 @@ def require_same_everywhere(corpus: Corpus) -> None:
     if jax.process_count() == 1:
         return
     pieces = run_together(lambda: identify(corpus))
-    count = number_from_first(len(pieces))
-    contents = [zlib.crc32(f"{piece.length} {piece.hash}".encode()) >> 1 for piece in pieces]
-    here = [*contents, *[0] * count][:count]
+    here = [zlib.crc32(f"{piece.length} {piece.hash}".encode()) >> 1 for piece in pieces]
     first = numbers_from_first(here)
 
     def require() -> None:
         same = "all machines must see the same data"
-        if len(pieces) != count:
+        if len(here) != len(first):
             raise UserError(
-                f"the data are {len(pieces)} files here and {count} on the first process: {same}"
+                f"the data are {len(here)} files here and {len(first)} on the first process: {same}"
             )
         for piece, content, other in zip(pieces, here, first, strict=True):
             if content != other:

@@ -36,7 +36,7 @@ from jaxpar.plan.memory_search import (
 from jaxpar.rehearse.targets import Target
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment, with_config
-from jaxpar.train.smaller_step import more_devices, more_microbatches
+from jaxpar.train.state_memory import more_devices, more_microbatches
 from jaxpar.train.teacher_memory import teacher_bytes
 
 MARGIN = 0.05

@@ -16,8 +16,7 @@ from jaxpar.models.parameters import vocab_rows
 from jaxpar.parallel.cross_entropy import Tiling, tiling
 from jaxpar.train.activations import activations, unnamed_bytes
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.smaller_step import more_devices, more_microbatches
-from jaxpar.train.state_memory import state_bytes
+from jaxpar.train.state_memory import more_devices, more_microbatches, state_bytes
 from jaxpar.train.teacher_memory import teacher_bytes
 
 

@@ -30,8 +30,7 @@ from jaxpar.rehearse.targets import Target, check_mesh, load_target
 from jaxpar.rehearse.timeline import read_and_price, replay
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment, plan_notes, with_config
-from jaxpar.train.smaller_step import more_devices, more_microbatches
-from jaxpar.train.state_memory import state_bytes
+from jaxpar.train.state_memory import more_devices, more_microbatches, state_bytes
 from jaxpar.train.step import make_train_step
 from jaxpar.train.teacher_memory import teacher_bytes
 

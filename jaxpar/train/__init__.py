@@ -12,12 +12,11 @@ make an experiment of a config, its state, the jitted step, and what the model m
 Read the modules in this order: `optimizer`, the shapes of a `state` and of a `batch`, and
 `experiment`, which is what a config needs to run; `metrics`, what is measured of a run, and
 `sinks`, where that goes. Then the folders `step`, which computes, and `experiments`, which makes an
-experiment; `activations`, `state_memory` and `require_memory` say what memory it takes, and
-`smaller_step` what makes that less. `guard` and `goodput` watch a training. `runs` keeps it in a
-folder, `restore` loads what a folder has, and `distil` is its teacher, with `teacher_memory` for
-the teacher's memory. `run_data` is what a run reads besides, and `opening` puts all of this
-together. `evaluate` measures what is trained, `hooks` do what is due at steps beside training, and
-`loop`, the last of these, trains.
+experiment; `activations` and `state_memory` say what memory it takes and what makes that less.
+`guard` and `goodput` watch a training. `runs` keeps it in a folder, `restore` loads what a folder
+has, and `distil` is its teacher, with `teacher_memory` for the teacher's memory. `run_data` is what
+a run reads besides, and `opening` puts all of this together. `evaluate` measures what is trained,
+`hooks` do what is due at steps beside training, and `loop`, the last of these, trains.
 
 For a model that was trained there are `generation`, which loads it for text, and `pruned_run`,
 which prunes it at once.

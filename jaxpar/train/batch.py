@@ -54,13 +54,9 @@ def empty_batch(
         name: np.full(shape, label if name == "labels" else 0, np.int32)
         for name in token_arrays(config)
     }
-    if absent and config.distill.teacher:
-        entries = (*shape, config.distill.top_k)
-        rows[TEACHER_IDS] = np.zeros(entries, np.int32)
-        rows[TEACHER_LOG_PROBS] = np.zeros(entries, np.float32)
-        if config.distill.hidden:
-            states = (*shape, *_hidden_sizes(config))
-            rows[TEACHER_HIDDEN] = np.zeros(states, jnp.dtype(plan.compute))
+    if absent:
+        for name, leaf in _teacher_arrays(config, plan).items():
+            rows[name] = np.zeros((*shape, *leaf.shape), leaf.dtype)
     return rows
 
 
@@ -69,8 +65,6 @@ def batch_shapes(config: Config, plan: Plan, teacher: bool = True) -> dict[str, 
     compiled.
 
     Args:
-      config: every setting.
-      plan: where its arrays lie.
       teacher: whether a teacher's answers are in it, where the config has a teacher; an evaluation
         has none.
     """
@@ -78,19 +72,25 @@ def batch_shapes(config: Config, plan: Plan, teacher: bool = True) -> dict[str, 
     sharding = plan.sharding(TOKENS, shape, "batch")
     leaf = Shape(shape, jnp.int32, sharding=sharding)
     batch = dict.fromkeys(token_arrays(config), leaf)
-    if teacher and config.distill.teacher:
-        entries = (*shape, config.distill.top_k)
-        batch[TEACHER_IDS] = Shape(entries, jnp.int32, sharding=sharding)
-        batch[TEACHER_LOG_PROBS] = Shape(entries, jnp.float32, sharding=sharding)
-        if config.distill.hidden:
-            states = (*shape, *_hidden_sizes(config))
-            batch[TEACHER_HIDDEN] = Shape(states, jnp.dtype(plan.compute), sharding=sharding)
+    if teacher:
+        for name, leaf in _teacher_arrays(config, plan).items():
+            batch[name] = Shape((*shape, *leaf.shape), leaf.dtype, sharding=sharding)
     return batch
 
 
-def _hidden_sizes(config: Config) -> tuple[int, int]:
-    """Return how many hidden states of a teacher a token has, and their width."""
-    return len(config.distill.hidden), config.distill.hidden_width
+def _teacher_arrays(config: Config, plan: Plan) -> dict[str, Shape]:
+    """Return what a token has of each array of a teacher; empty where there is none."""
+    distill = config.distill
+    if not distill.teacher:
+        return {}
+    found = {
+        TEACHER_IDS: Shape((distill.top_k,), jnp.int32),
+        TEACHER_LOG_PROBS: Shape((distill.top_k,), jnp.float32),
+    }
+    if distill.hidden:
+        states = (len(distill.hidden), distill.hidden_width)
+        found[TEACHER_HIDDEN] = Shape(states, jnp.dtype(plan.compute))
+    return found
 
 
 def token_arrays(config: Config) -> tuple[str, ...]:

@@ -27,11 +27,11 @@ from jaxpar.models import AnyModel, Params
 from jaxpar.train.batch import batch_rows, empty_batch, put_batch
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import kernel_notes, make_experiment, mask_notes
-from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import load_params, load_run
 from jaxpar.train.run_data import load_run_data
 from jaxpar.train.runs.folder.run_folder import is_run
 from jaxpar.train.runs.stores import StoreOf, store_of
+from jaxpar.train.state_memory import require_memory
 from jaxpar.train.step import compile_eval_step
 
 
@@ -169,7 +169,6 @@ def bits_per_byte(
     Args:
       loss: the validation loss, in nats a token.
       stream: the validation data of that loss.
-      tokenizer: the tokenizer of the data.
       config: the config, which says which batches are evaluated.
       say: gets a line where the tokenizer does not know some of the text.
 

@@ -64,11 +64,7 @@ class Meter:
         self._flops = flops_per_token
         self._devices = devices
         self._dtype = dtype
-        self._step, self._time, self._spent = (
-            step,
-            time.perf_counter(),
-            dict.fromkeys(("waiting", "aside"), 0.0),
-        )
+        self._begin(step, time.perf_counter())
         self.trained = 0.0
         """The seconds that all steps took until the last reading."""
 
@@ -83,9 +79,12 @@ class Meter:
 
     def restart(self, step: int) -> None:
         """Measure the steps after another one, from now on."""
+        self._begin(step, time.perf_counter())
+
+    def _begin(self, step: int, now: float) -> None:
         self._step = step
-        self._time = time.perf_counter()
-        self._spent = dict.fromkeys(("waiting", "aside"), 0.0)
+        self._time = now
+        self._spent = {"waiting": 0.0, "aside": 0.0}
 
     def read(self, step: int, tokens: float) -> dict[str, float | None]:
         """Return the speed since the last reading, with so many `tokens` computed in each step,
@@ -96,14 +95,7 @@ class Meter:
         rate = tokens * steps / elapsed
         on_cpu = self._devices[0].platform == "cpu"
         waited = min(self._spent["waiting"] / elapsed, 1.0)
-        self._step, self._time, self._spent = (
-            step,
-            now,
-            dict.fromkeys(
-                ("waiting", "aside"),
-                0.0,
-            ),
-        )
+        self._begin(step, now)
         self.trained += elapsed
         return {
             "tokens_per_second": rate,

@@ -4,7 +4,7 @@ state and the data of its first step are made or read.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from jaxpar.base.config import Config, incompatible_changes
 from jaxpar.base.config.checks import require_settled
 from jaxpar.base.errors import Say, UserError, is_url
 from jaxpar.base.machine import machine_memory
-from jaxpar.base.process.multihost import run_together, told_by_first
+from jaxpar.base.process.multihost import run_on_first, run_together, told_by_first
 from jaxpar.data.corpus import Corpus, train_batches
 from jaxpar.data.masking import make_masking
 from jaxpar.data.streams.tokens import HostBatch
@@ -28,7 +28,6 @@ from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment, offload_asked, plan_notes
 from jaxpar.train.optimizer.given_optimizer import other_optimizer_note
 from jaxpar.train.optimizer.learning_rate import schedule_note
-from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import (
     OPTIMIZER_FINGERPRINT,
     TEACHER,
@@ -39,7 +38,7 @@ from jaxpar.train.restore import (
 )
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data, with_run_data
 from jaxpar.train.runs.bucket import folder_here
-from jaxpar.train.runs.folder.manifest import Manifest
+from jaxpar.train.runs.checkpoints import Whole
 from jaxpar.train.runs.folder.own_tokenizer import keep_tokenizer
 from jaxpar.train.runs.folder.run_folder import (
     compare_run,
@@ -50,13 +49,13 @@ from jaxpar.train.runs.folder.run_folder import (
 )
 from jaxpar.train.runs.folder.run_identity import require_tokenizer_files, run_identity
 from jaxpar.train.runs.folder.steps import CHECKPOINTS
-from jaxpar.train.runs.local_tier import LocalTier
-from jaxpar.train.runs.local_tier.starts import note_start
+from jaxpar.train.runs.local_tier import LocalTier, note_start
 from jaxpar.train.runs.locks.run_lock import SharedLock
 from jaxpar.train.runs.orbax_options import longest_save
 from jaxpar.train.runs.stores import StoreOf, store_of
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.state import TrainState
+from jaxpar.train.state_memory import require_memory
 from jaxpar.train.step import init_state
 
 GUARD = "guard"
@@ -163,10 +162,8 @@ def open_folder(
 
     Args:
       experiment: the experiment, or the config of one, settled.
-      folder: the run folder.
       corpus: the data, if they are already loaded and are not the experiment's.
       say: gets a line for each thing that is otherwise than the user may think.
-      store: makes the store that keeps the checkpoints.
 
     Raises:
       UserError: config, devices or data are bad, or the folder is of another run.
@@ -181,68 +178,66 @@ def open_folder(
         say(note)
     if offload_asked(experiment.plan):
         run_together(lambda: require_right_gradients(jax.local_devices()[0], say))
-    main = jax.process_index() == 0
     teacher = run_together(lambda: open_teacher(experiment, corpus))
     if teacher is not None:
         say(teacher.note)
-    compared = run_together(lambda: compare_data(folder, config, corpus) if main else NOT_COMPARED)
+    compared = run_on_first(lambda: compare_data(folder, config, corpus)) or NOT_COMPARED
     before = compare_run(folder, config, compared.known)
-    with ExitStack() as stack:
-        lock = SharedLock(folder, say)
-        stack.callback(lock.close)
-        opened = _open_locked(
-            experiment, folder, corpus, say, store, lock, stack, compared, before, teacher
+    with ExitStack() as held:
+        lock = held.enter_context(closing(SharedLock(folder, say)))
+        # From now on it is a run folder; that of a run is written once nothing can be refused. Only
+        # process 0 knows which.
+        if told_by_first(before is None):
+            keep_config(folder, config)
+        tokenizer = corpus.tokenizer
+        if tokenizer is not None:
+            run_on_first(lambda: keep_tokenizer(tokenizer, folder))
+        identity = run_together(lambda: run_identity(folder, compared.pieces))
+        checkpoints = TrainingCheckpoints(
+            folder / CHECKPOINTS,
+            config.checkpoint,
+            identity,
+            say,
+            lock.require,
+            store,
+            seconds=longest_save(experiment.state),
         )
-        return opened._replace(held=stack.pop_all())
+        held.callback(checkpoints.abandon)
+        local = _find_local(experiment, folder)
+        if local is not None:
+            held.callback(local.release)
+        begin, is_local = _choose_tier(checkpoints, local, folder, config, compared, before, say)
+        run_together(lambda: require_tokenizer_files(folder, begin.manifest, say))
+        after = begin.step or 0
+        source = checkpoints
+        if local is not None:
+            local.open(after, config.checkpoint, identity)
+            held.callback(local.checkpoints.abandon)
+            if is_local:
+                source = local.checkpoints
+        for note in _changes(before, compared, experiment, after):
+            say(note)
+        return OpenRun(
+            folder,
+            experiment,
+            corpus,
+            checkpoints,
+            compared,
+            after,
+            is_new=begin.step is None,
+            lock=lock,
+            held=held.pop_all(),
+            source=source,
+            local=local,
+            teacher=teacher,
+        )
 
 
-def _open_locked(
-    experiment: Experiment,
-    folder: Path,
-    corpus: Corpus,
-    say: Say,
-    store: StoreOf,
-    lock: SharedLock,
-    held: ExitStack,
-    compared: Compared,
-    before: Config | None,
-    teacher: Teacher | None,
-) -> OpenRun:
-    """Write what makes a folder a run folder, and find the step to go on after. What is opened is
-    given to `held`.
-    """
-    main = jax.process_index() == 0
+def _changes(
+    before: Config | None, compared: Compared, experiment: Experiment, after: int
+) -> list[str]:
+    """Say what is otherwise than in the run's last call, whose config was `before`."""
     config = experiment.config
-    # From now on it is a run folder; that of a run is written once nothing can be refused. Only
-    # process 0 knows which.
-    if told_by_first(before is None):
-        keep_config(folder, config)
-    tokenizer = corpus.tokenizer
-    if tokenizer is not None:
-        run_together(lambda: keep_tokenizer(tokenizer, folder) if main else None)
-    identity = run_together(lambda: run_identity(folder, compared.pieces))
-    checkpoints = TrainingCheckpoints(
-        folder / CHECKPOINTS,
-        config.checkpoint,
-        identity,
-        say,
-        lock.require,
-        store,
-        seconds=longest_save(experiment.state),
-    )
-    held.callback(checkpoints.abandon)
-    local = _find_local(experiment, folder)
-    if local is not None:
-        held.callback(local.release)
-    begin = _choose_tier(checkpoints, local, folder, config, compared, before, say)
-    run_together(lambda: require_tokenizer_files(folder, begin.manifest, say))
-    after = begin.step or 0
-    source = checkpoints
-    if local is not None:
-        local.open(after, config.checkpoint, identity)
-        held.callback(local.checkpoints.abandon)
-        if begin.is_local:
-            source = local.checkpoints
     notes = [compared.note]
     if before is not None:
         notes.insert(0, replaced_values(before, config))
@@ -250,32 +245,7 @@ def _open_locked(
             notes.append(resized_note(before, config))
         if after and experiment.optimizer.learning_rate is not None:
             notes.append(schedule_note(before.train, config.train, after))
-    for note in filter(None, notes):
-        say(note)
-    return OpenRun(
-        folder,
-        experiment,
-        corpus,
-        checkpoints,
-        compared,
-        after,
-        is_new=begin.step is None,
-        lock=lock,
-        held=held,
-        source=source,
-        local=local,
-        teacher=teacher,
-    )
-
-
-class _Begin(NamedTuple):
-    """The step to go on after: None = there is none; its manifest, which the first process knows;
-    and whether the local tier has it.
-    """
-
-    step: int | None
-    manifest: Manifest | None
-    is_local: bool = False
+    return [note for note in notes if note]
 
 
 def _find_local(experiment: Experiment, folder: Path) -> LocalTier | None:
@@ -296,11 +266,15 @@ def _choose_tier(
     compared: Compared,
     before: Config | None,
     say: Say,
-) -> _Begin:
-    """Take the newest step that is whole, of the run folder or of the local tier, and say which."""
+) -> tuple[Whole, bool]:
+    """Take the newest step that is whole, of the run folder or of the local tier, and say which.
+
+    Returns:
+      The step, with its manifest, and whether it is the local tier's.
+    """
     whole = checkpoints.newest_whole(may_lack=local is not None and bool(local.steps))
     if local is None:
-        return _Begin(*whole)
+        return whole, False
     name = f"checkpoint.local={config.checkpoint.local}"
     there = whole.step or 0
     # the last step is to be in the run folder, and is trained again where it is not
@@ -309,12 +283,12 @@ def _choose_tier(
     if newest <= there:
         if whole.step is not None:
             say(f"goes on after step {there} of {folder}: {name} {local.why_not(there)}")
-        return _Begin(*whole)
+        return whole, False
     if not there:  # the folder cannot refuse another config for its checkpoints' sake
         run_together(lambda: _require_unchanged(folder, before, config, compared.known))
     than = f"step {there}" if there else "all that is whole"
     say(f"goes on after step {newest} of {name}, which is newer than {than} in {folder}")
-    return _Begin(newest, local.manifest(newest), is_local=True)
+    return Whole(newest, local.manifest(newest)), True
 
 
 def _require_unchanged(
@@ -356,14 +330,9 @@ def keep_run(run: OpenRun) -> None:
     """Write what a run goes on with, once nothing of it can be refused: a refused call leaves a run
     as it was.
     """
-    main = jax.process_index() == 0
     keep_config(run.folder, run.experiment.config)
-    run_together(lambda: _keep_beside(run) if main else None)
-
-
-def _keep_beside(run: OpenRun) -> None:
-    keep_data(run.folder, run.compared.pieces)
-    note_start(run.folder, run.after)
+    run_on_first(lambda: keep_data(run.folder, run.compared.pieces))
+    run_on_first(lambda: note_start(run.folder, run.after))
 
 
 def first_step(run: OpenRun, say: Say) -> FirstStep:
@@ -386,7 +355,7 @@ def first_step(run: OpenRun, say: Say) -> FirstStep:
     note = other_optimizer_note(trained_with, experiment.optimizer_fingerprint, run.after)
     if note:
         say(note)
-    run_together(lambda: _require_as_much(run, beside.get("training_tokens")))
+    run_on_first(lambda: _require_as_much(run, beside.get("training_tokens")))
     changed = told_by_first(run.compared.changed)
     place = beside.get("iterator")
     if place is not None:
@@ -453,8 +422,7 @@ def _require_as_much(run: OpenRun, before: int | None) -> None:
     fewer.
     """
     text = run.corpus.train
-    main = jax.process_index() == 0
-    if main and not run.compared.known and before not in (None, text.size):
+    if not run.compared.known and before not in (None, text.size):
         raise UserError(
             f"the run was trained on {before:,} tokens, documents or examples and {text.origin} "
             f"now has {text.amount}: bring the old text back (the stdlib corpus changes with "

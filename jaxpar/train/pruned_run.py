@@ -45,10 +45,8 @@ def prune_run(
       config: the config of the new run. Where its `model.sparsity` has a form, the form says what
         is left of each group of its targets.
       source: a run folder, or a Hugging Face folder.
-      target: the new run folder.
       matrices: the names of the matrices that are pruned; none = all of a block.
       sparsity: the share that becomes zero, where there is no form.
-      criterion: the score by which entries are compared.
       batches: the number of training batches that the criterion looks at.
       say: gets each line about the data.
 

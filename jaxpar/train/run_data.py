@@ -91,7 +91,6 @@ def load_run_data(
     All processes must call this.
 
     Args:
-      data: how the data are asked for.
       vocab_size: the vocabulary of the model.
       folder: the run folder, or where it will be, or a folder that is no run.
       say: gets a line where a file of the tokenizer is no longer that of the run.
@@ -154,7 +153,6 @@ def compare_data(folder: Path, config: Config, corpus: Corpus) -> Compared:
     Args:
       folder: the run folder, or where it will be.
       config: the config that the run is to go on with.
-      corpus: its data.
 
     Returns:
       What came of it; `keep_data` writes its pieces.
@@ -231,8 +229,6 @@ def keep_data(folder: Path, pieces: Sequence[Piece], broken: str = "") -> None:
     """Write which data a run is trained on, and if it stopped over them, the error.
 
     Args:
-      folder: the run folder.
-      pieces: what the data are made of.
       broken: the error that ended the run over them; empty = none did.
 
     Raises:

@@ -57,9 +57,6 @@ def state_shapes(
     sit on device 0 and clash with the mesh after a restore.)
 
     Args:
-      model: what is trained.
-      plan: how it lies on its mesh.
-      optimizer: what trains it.
       order: the order of the layers; None = the plan's.
 
     Raises:
@@ -158,9 +155,6 @@ def in_host(
 
     Args:
       state: the state, as `state_shapes` returns it.
-      model: what is trained.
-      plan: how it lies on its mesh.
-      optimizer: what trains it.
     """
     trained = model.trained(state.params)
     axes = model.trained(model.axes)
@@ -197,8 +191,6 @@ def reorder_state(
       state: a state, of which the optimizer's part may be empty.
       before: the order that its layers have (`pipeline.stored_order`); None = the model's.
       after: the order that they get, likewise.
-      model: the model that it is a state of.
-      optimizer: the optimizer that it is a state of.
     """
 
     def reorder(x: jax.Array, axes: Axes) -> jax.Array:

@@ -1,4 +1,7 @@
-"""The bytes of a training state on a device, counted from shapes and shardings alone."""
+"""The memory of a training state: its bytes on a device, counted from shapes and shardings alone,
+the check that refuses an experiment for which this machine has none, before any of it is made, and
+the settings with which a device's part of a step is smaller, as messages advise them.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxpar.base.console import bytes_text
+from jaxpar.base.errors import UserError
 from jaxpar.base.layout.placements import local_bytes
 from jaxpar.base.layout.plan import Plan, gradient_dtype
 from jaxpar.base.layout.sharding import Axes, KeyPath, state_axes
 from jaxpar.models import AnyModel
+from jaxpar.train.activations import activations
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer.per_matrix import hidden_matrices
 from jaxpar.train.optimizer.update import is_stacked
@@ -99,6 +105,89 @@ def state_bytes(experiment: Experiment, platform: str) -> StateBytes:
         host_update,
         streamed,
     )
+
+
+def require_memory(experiment: Experiment, has: int, training: bool = True) -> None:
+    """Refuse an experiment whose state and kept activations alone are more than this machine's
+    memory, before any is made.
+
+    The check is for simulated and other CPU devices only, which share the machine's memory and do
+    not say when it is full. Another device says so itself.
+
+    Args:
+      has: the bytes of memory that this machine has; 0 = not known.
+      training: whether the experiment is trained; an evaluation keeps only the residual stream of a
+        block and of the next.
+
+    Raises:
+      UserError: the experiment cannot fit.
+    """
+    plan = experiment.plan
+    here = [
+        device for device in plan.mesh.devices.flat if device.process_index == jax.process_index()
+    ]
+    if not has or not here or here[0].platform != "cpu":
+        return
+    state = state_bytes(experiment, "cpu")
+    if training:
+        held = state.device
+        kept = sum(one.kept_bytes for one in activations(experiment))
+    else:
+        held = state.parameters.device + state.batch.device
+        config = experiment.config
+        rows = config.train.batch // config.train.accumulation // plan.size("batch")
+        tokens = rows * config.data.seq_len // plan.size("residual_seq")
+        kept = 2 * tokens * config.model.embed * plan.dtype.itemsize
+    held = len(here) * held
+    kept = len(here) * kept
+    if held + kept > has:
+        if training:
+            what = "parameters, gradients, moments and batch"
+        else:
+            what = "parameters and batch"
+        raise UserError(
+            f"{'a step' if training else 'an evaluation'} needs {bytes_text(held + kept)} "
+            f"of this machine's memory, which has {bytes_text(has)}: "
+            f"{what} take {bytes_text(held)}, and activations {bytes_text(kept)}; "
+            "try a smaller model or train.batch, or a higher train.accumulation"
+        )
+
+
+def more_devices(experiment: Experiment) -> str:
+    """Name the setting with which more devices share the parameters.
+
+    Returns:
+      A setting such as `mesh.fsdp=8`; on a program's own mesh, the axes to make longer.
+    """
+    plan = experiment.plan
+    spec = experiment.config.mesh
+    if "fsdp" in plan.mesh.shape:
+        return f"mesh.fsdp={2 * plan.mesh.shape['fsdp'] // spec.dcn.fsdp}"
+    axes = plan.mesh_axes("embed") or plan.mesh.axis_names
+    return f"a mesh with more devices along {' or '.join(map(str, axes))}"
+
+
+def more_microbatches(experiment: Experiment) -> str:
+    """Name the setting with which fewer sequences are on a device at a time.
+
+    Returns:
+      A setting such as `train.accumulation=4`, or with stages `pipeline.microbatches=8`; empty
+      where the batch does not split into more microbatches.
+    """
+    train = experiment.config.train
+    plan = experiment.plan
+    if plan.size("stage") == 1:
+        key = "train.accumulation"
+        count = train.accumulation
+        sequences = train.batch
+    else:
+        key = "pipeline.microbatches"
+        count = plan.pipeline.microbatches
+        sequences = train.batch // train.accumulation
+    shards = plan.size("batch")
+    more = range(2 * count, sequences + 1, count)
+    fitting = next((n for n in more if sequences % (n * shards) == 0), 0)
+    return f"{key}={fitting}" if fitting else ""
 
 
 def _by_memory(tree: Any, away: Any, platform: str) -> BytesByMemory:

@@ -220,8 +220,7 @@ def save_and_lose(folder: Path) -> None:
     from jaxpar.base.config import CheckpointConfig
     from jaxpar.base.layout.mesh import MeshSpec, make_mesh
     from jaxpar.base.process.runtime import start as start_jax
-    from jaxpar.train.runs.local_tier import LocalTier
-    from jaxpar.train.runs.local_tier.starts import note_start
+    from jaxpar.train.runs.local_tier import LocalTier, note_start
 
     spec = MeshSpec(data=2, platform="cpu", distributed=True)
     mesh = make_mesh(spec, start_jax(spec))

@@ -34,9 +34,7 @@ from jaxpar.show.tables import memory_table
 from jaxpar.train import opening
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment, make_plan
-from jaxpar.train.require_memory import require_memory
-from jaxpar.train.smaller_step import more_devices
-from jaxpar.train.state_memory import state_bytes
+from jaxpar.train.state_memory import more_devices, require_memory, state_bytes
 from jaxpar.train.step import make_train_step, step_shapes
 
 FSDP = config_of("llama", "dots", fsdp=2)

@@ -56,6 +56,23 @@ def run_together(run: Callable[[], T]) -> T:
     return result  # pyright: ignore[reportReturnType]
 
 
+def run_on_first(run: Callable[[], T]) -> T | None:
+    """Call a function on the first process alone, and go on once it has returned there.
+
+    All processes must call this.
+
+    Args:
+      run: the function, in which no collective may stand.
+
+    Returns:
+      On the first process what it returned; None elsewhere.
+
+    Raises:
+      UserError: it failed. On the first process its own error is raised.
+    """
+    return run_together(lambda: run() if jax.process_index() == 0 else None)
+
+
 def told_by_first(value: bool) -> bool:
     """Return on every process what the first one gives; all must call this."""
     if jax.process_count() == 1:
@@ -73,16 +90,18 @@ def number_from_first(value: int) -> int:
 
 
 def numbers_from_first(values: Sequence[int]) -> list[int]:
-    """Return on every process the numbers that the first one gives, of 31 bits.
-
-    All processes must call this.
-
-    Args:
-      values: the numbers, as many on each process.
+    """Return on every process the numbers that the first one gives, of 31 bits; all must call
+    this. What the others give, however many, counts for nothing.
     """
     if jax.process_count() == 1:
         return list(values)
-    return multihost_utils.broadcast_one_to_all(np.array(values, np.int32)).tolist()
+    count = number_from_first(len(values))
+    if not count:
+        return []
+    here = np.zeros(count, np.int32)
+    if jax.process_index() == 0:
+        here[:] = values
+    return multihost_utils.broadcast_one_to_all(here).tolist()
 
 
 def raised_together(error: BaseException) -> bool:

@@ -3,15 +3,11 @@ training reads of it, beside or from disk (`teacher`), and what writes its answe
 (`to_disk`).
 """
 
-from jaxpar.train.distil.answers import runs_beside, teacher_experiment
-from jaxpar.train.distil.teacher import LiveTeacher, Teacher, open_teacher
+from jaxpar.train.distil.teacher import Teacher, open_teacher
 from jaxpar.train.distil.to_disk import write_top_k
 
 __all__ = [
-    "LiveTeacher",
     "Teacher",
     "open_teacher",
-    "runs_beside",
-    "teacher_experiment",
     "write_top_k",
 ]

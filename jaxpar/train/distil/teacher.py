@@ -82,10 +82,6 @@ class LiveTeacher:
 def open_teacher(experiment: Experiment, corpus: Corpus) -> Teacher | None:
     """Open the teacher of a training; None where the config has none.
 
-    Args:
-      experiment: the experiment that is trained.
-      corpus: the training's data.
-
     Raises:
       UserError: the teacher has another vocabulary, tokenizer or data, its folder cannot be read,
         or several processes ask for a teacher that runs beside.

@@ -21,10 +21,10 @@ from jaxpar.data.top_k_files import (
 from jaxpar.train.batch import put_batch
 from jaxpar.train.distil.answers import answered_shapes, compile_answers
 from jaxpar.train.experiments import kernel_notes, make_experiment
-from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import load_params, load_run
 from jaxpar.train.run_data import load_run_data
 from jaxpar.train.runs.folder.run_folder import is_run
+from jaxpar.train.state_memory import require_memory
 
 
 def write_top_k(

@@ -60,7 +60,6 @@ def make_experiment(
     `plan_notes` says what was changed.
 
     Args:
-      config: every setting.
       devices: the devices of the mesh, which may be those of a target; None = the devices of
         `jaxpar.start(config.mesh)`, which the commands take: simulated ones where `mesh.platform`
         is cpu, the devices of all processes where `mesh.distributed` is set, else all that are
@@ -182,7 +181,6 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     """Make the plan of a config, as `make_experiment` does.
 
     Args:
-      config: every setting.
       devices: the devices of the mesh; None = the devices of `jaxpar.start(config.mesh)`.
 
     Raises:

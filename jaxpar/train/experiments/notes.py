@@ -28,31 +28,26 @@ def plan_notes(experiment: Experiment) -> list[str]:
     config = experiment.config
     plan = experiment.plan
     asked = offload_asked(plan)
-    useless = asked and plan.mesh.devices.flat[0].platform == "cpu"
-    if useless:
-        offload = [
-            f"{asked}: on CPU host memory is the device's own, nothing is saved by moving it"
-        ]
-    else:
-        offload = []
     _, fitted = experiment.model.fit_rules(config.rules, plan.mesh.shape)
-    options = option_notes(plan.mesh, config.compiler.options)
     notes = [
         *fitted,
         *overlap_notes(plan),
         *_halves_notes(experiment),
         *policy_notes(experiment),
         *pipeline_notes(config, plan),
-        *offload,
-        *kernel_notes(experiment),
-        *mask_notes(experiment),
     ]
+    if asked and plan.mesh.devices.flat[0].platform == "cpu":
+        notes.append(
+            f"{asked}: on CPU host memory is the device's own, nothing is saved by moving it"
+        )
+    notes += kernel_notes(experiment)
+    notes += mask_notes(experiment)
     if replicated := replicated_note(experiment.state.opt_state):
         notes.append(replicated)
     decayed = decay_note(config, experiment.model.trained(experiment.model.axes))
     if decayed and experiment.own_optimizer is None:
         notes.append(decayed)
-    return notes + options
+    return notes + option_notes(plan.mesh, config.compiler.options)
 
 
 def _halves_notes(experiment: Experiment) -> list[str]:

@@ -103,7 +103,6 @@ class Generator:
         Args:
           prompts: the token ids of each prompt, at least one.
           max_tokens: the largest number of new tokens.
-          sampling: the way in which tokens are drawn.
           stop: ids that end a row.
           rows: the number of prompts that run at once.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.base.errors import UserError, suggest
-from jaxpar.data.chat.answers import ConversationWriter, open_writer
+from jaxpar.data.chat.answers import ConversationWriter
 from jaxpar.data.chat.conversations import Conversation
 from jaxpar.data.chat.template.files import special_tokens
 from jaxpar.data.vocabulary.special_tokens import TOKENIZER
@@ -87,18 +87,15 @@ class HarnessModel(TemplateLM):
 
     def __init__(self, trained: Trained, batch: int):
         super().__init__()
+        self.trained = trained
         self.folder, self.text, self.batch = trained.folder, require_tokenizer(trained), batch
         self.max_length, self.stop = trained.config.model.max_seq_len, stop_ids(trained, chat=True)
-        self.encode = lambda text, special: encode_text(trained, text, special)
         self.special = special_tokens(self.folder / TOKENIZER)
         self.generator = trained.generator
-        self.data = trained.config.data
 
     @cached_property
     def writer(self) -> ConversationWriter:
-        return open_writer(
-            self.folder / TOKENIZER, self.data.template_args, self.data.template_date
-        )
+        return self.trained.writer()
 
     @property
     def eot_token_id(self) -> int:
@@ -123,7 +120,8 @@ class HarnessModel(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         begun = "bos_token" in self.special and string.startswith(self.special["bos_token"])
-        return self.encode(string, not begun if add_special_tokens is None else add_special_tokens)
+        special = not begun if add_special_tokens is None else add_special_tokens
+        return encode_text(self.trained, string, special)
 
     def _loglikelihood_tokens(
         self,

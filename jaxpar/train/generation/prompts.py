@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.base.errors import UserError, parse_json
-from jaxpar.data.chat.answers import open_writer
 from jaxpar.data.chat.conversations import Conversation, read_conversation
 from jaxpar.data.chat.end_of_turn import ends_of_turn
 from jaxpar.data.chat.template.files import find_template
@@ -101,10 +100,7 @@ def encode_prompts(trained: Trained, given: Sequence[Given], chat: bool) -> list
     and any other text is encoded with special tokens. A UserError says that there is no tokenizer
     or no chat template, that the template refuses a conversation, or that a prompt is empty.
     """
-    data = trained.config.data
-    writer = cache(
-        lambda: open_writer(trained.folder / TOKENIZER, data.template_args, data.template_date)
-    )
+    writer = cache(trained.writer)
     found: list[Prompt] = []
     for number, prompt in enumerate(given, 1):
         if chat and isinstance(prompt, str):
@@ -155,16 +151,12 @@ def stop_ids(trained: Trained, chat: bool) -> list[int]:
         asks for a template that does not exist, or for a name that the template does not read.
     """
     tokenizer = require_tokenizer(trained)
-    file = trained.folder / TOKENIZER
     found = {tokenizer.end_of_text}
     # an adapter may have a tokenizer of its own, beside none of the model's files
     for folder in (trained.folder, *adapters_of(trained.folder)[1:]):
         found.update(read_special_tokens(folder / TOKENIZER).ends)
-    data = trained.config.data
-    if chat and (data.template_args or find_template(file)):
-        found.update(
-            ends_of_turn(open_writer(file, data.template_args, data.template_date), tokenizer)
-        )
+    if chat and (trained.config.data.template_args or find_template(trained.folder / TOKENIZER)):
+        found.update(ends_of_turn(trained.writer(), tokenizer))
     return sorted(
         id for id in found if id is not None and 0 <= id < trained.config.model.vocab_size
     )

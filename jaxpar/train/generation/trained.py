@@ -16,6 +16,7 @@ from jaxpar.base.hardware import has_bfloat16
 from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.process.runtime import start
+from jaxpar.data.chat.answers import ConversationWriter, open_writer
 from jaxpar.data.vocabulary.special_tokens import TOKENIZER
 from jaxpar.data.vocabulary.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
 from jaxpar.models import Model
@@ -39,6 +40,13 @@ class Trained(NamedTuple):
     config: Config
     generator: Generator
     tokenizer: Tokenizer | None
+
+    def writer(self) -> ConversationWriter:
+        """Open the folder's chat template, with the config's names and date for it; a UserError
+        where there is none, or it cannot be opened with these.
+        """
+        data = self.config.data
+        return open_writer(self.folder / TOKENIZER, data.template_args, data.template_date)
 
 
 def open_trained(

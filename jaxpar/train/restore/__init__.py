@@ -2,9 +2,9 @@
 a PEFT adapter; and the conversion of one into the other.
 
 Read `metadata` first: the values that are saved beside a state, which also say what a program had
-given a run. `which_step` chooses a checkpoint that is whole, `trained_state` reads it, and `load`
-puts that together with frozen weights, and loads the weights of any folder, whose model
-`folder_model` knows. `convert` imports and exports.
+given a run, and refuse a checkpoint of another model or optimizer. `which_step` chooses a
+checkpoint that is whole, and `load` reads it, puts it together with frozen weights, and loads the
+weights of any folder, whose model `folder_model` knows. `convert` imports and exports.
 """
 
 from jaxpar.train.restore.convert import (
@@ -19,7 +19,6 @@ from jaxpar.train.restore.folder_model import (
     adapters_of,
     frozen_folder,
     model_of,
-    require_model,
     same_folder,
 )
 from jaxpar.train.restore.load import (
@@ -58,7 +57,6 @@ __all__ = [
     "load_params",
     "load_run",
     "model_of",
-    "require_model",
     "require_new_run",
     "restore_hook",
     "restore_state",

@@ -4,6 +4,7 @@ one.
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -45,7 +46,7 @@ from jaxpar.train.runs.folder.run_folder import (
 )
 from jaxpar.train.runs.folder.run_identity import run_identity
 from jaxpar.train.runs.folder.steps import CHECKPOINTS
-from jaxpar.train.runs.locks.run_lock import locked
+from jaxpar.train.runs.locks.run_lock import SharedLock
 from jaxpar.train.runs.orbax_options import longest_save
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import init_state
@@ -219,9 +220,6 @@ def _compare_tokenizer(target: Path, config: Config) -> None:
 def require_new_run(target: Path, config: Config) -> None:
     """Refuse a run folder that has checkpoints, or is the folder of another experiment.
 
-    Args:
-      config: the config of the new run.
-
     Raises:
       UserError: the folder is no new run.
     """
@@ -235,15 +233,13 @@ def keep_import(experiment: Experiment, params: Params, source: Path, target: Pa
     folder that they come from.
 
     Args:
-      experiment: the experiment of the new run.
       params: the parameters, with the model's order of layers.
       source: the folder that they come from.
-      target: the run folder.
     """
     model = experiment.model
     config = experiment.config
     state = init_state(experiment, params)
-    with locked(target, warn) as lock:
+    with closing(SharedLock(target, warn)) as lock:
         keep_config(target, config)
         if jax.process_index() == 0:
             for place, there in enumerate(reversed(adapters_of(source))):

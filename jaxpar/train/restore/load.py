@@ -1,4 +1,5 @@
-"""Functions that load the state of a run, or the weights of any folder, on any mesh.
+"""Functions that load the state of a run, or the weights of any folder, on any mesh and in another
+order of layers too.
 
 Weights that are frozen beside LoRA lie in another folder, which may be a run in its turn: so the
 state of a run and the weights of a folder are loaded by functions that call each other.
@@ -6,7 +7,9 @@ state of a run and the weights of a folder are loaded by functions that call eac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,9 @@ from jaxpar.base.layout.plan import Plan
 from jaxpar.models import Model, Params, in_parts
 from jaxpar.models.hf import import_hf, peft
 from jaxpar.models.hidden import PROJECTIONS
+from jaxpar.models.lora import has_old_names, with_new_names, with_old_names
 from jaxpar.models.views import fold_views
+from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import with_projections
 from jaxpar.train.restore.folder_model import model_of, require_model
@@ -31,21 +36,18 @@ from jaxpar.train.restore.metadata import (
     PARTS,
     fingerprint,
     read_metadata,
-    require_step,
-)
-from jaxpar.train.restore.trained_state import (
-    require_no_average,
     require_optimizer,
     require_parts,
-    restore_trained,
+    require_step,
+    saved_part,
 )
 from jaxpar.train.restore.which_step import read_whole_step
 from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.run_folder import is_run, read_run_config
 from jaxpar.train.runs.stores import StoreOf, store_of
-from jaxpar.train.state import TrainState
-from jaxpar.train.step import evaluation_params, init_state
+from jaxpar.train.state import TrainState, state_shapes
+from jaxpar.train.step import evaluation_params, init_state, reorder_state
 
 
 def load_params(source: Path, experiment: Experiment, step: int = 0) -> Params:
@@ -152,7 +154,6 @@ def load_run(
     (`read_whole_step`).
 
     Args:
-      folder: the run folder.
       step: the step of the checkpoint; 0 = the best, or the newest where none was evaluated.
       experiment: the experiment of its model, on a plan of any mesh.
       store: makes the store that keeps the checkpoints, where the run has one of its own.
@@ -199,8 +200,8 @@ def restore_state(
         require_optimizer(experiment.optimizer, data.get(OPTIMIZER), place)
     averages = experiment.optimizer.averages(experiment.state.opt_state)
     if not whole and not averages:
-        require_no_average(checkpoints, step)
-    state: TrainState[Any] = restore_trained(
+        _require_no_average(checkpoints, step)
+    state: TrainState[Any] = _restore_trained(
         checkpoints, step, experiment, data.get(ORDER), whole or averages
     )
     if whole:
@@ -210,6 +211,85 @@ def restore_state(
     if averages and not whole:
         state = TrainState((), evaluation_params(experiment, state), ())
     return state, data
+
+
+def _restore_trained(
+    checkpoints: Checkpoints,
+    step: int,
+    experiment: Experiment,
+    saved: Sequence[int] | None,
+    whole: bool,
+    hook: str = "",
+) -> TrainState[Any]:
+    """Restore all that a checkpoint has: all but the parameters that are frozen.
+
+    Args:
+      experiment: the experiment of the run's model, on a plan of any mesh.
+      saved: the order of its layers; None = the model's.
+      whole: whether all of it is read; if not, step and optimizer are empty.
+      hook: the name of a hook; its arrays alone are then read, in place of the parameters.
+
+    Returns:
+      The state on the mesh, with the plan's order of layers.
+
+    Raises:
+      DamagedCheckpoint: the checkpoint is not what was saved.
+      UserError: the checkpoint cannot be read, or is of another model.
+    """
+    model = experiment.model
+    config = experiment.config
+    plan = experiment.plan
+    optimizer = experiment.optimizer
+    layers = config.model.layers
+    renamed = model.config.lora.rank > 0 and has_old_names(checkpoints.names(step))
+
+    def read(shapes: TrainState[jax.ShapeDtypeStruct]) -> TrainState[Any]:
+        if renamed:
+            return with_new_names(read_as_named(with_old_names(shapes)))
+        return read_as_named(shapes)
+
+    def read_as_named(shapes: TrainState[jax.ShapeDtypeStruct]) -> TrainState[Any]:
+        if whole:
+            return checkpoints.restore(step, shapes, besides=OF_HOOKS)
+        if hook:
+            wanted = {"hooks": {hook: shapes.params}}
+            found = checkpoints.restore(step, wanted, part=True)
+            return TrainState((), found["hooks"][hook], ())
+        found = checkpoints.restore(step, {"params": shapes.params}, part=True)
+        return TrainState((), found["params"], ())
+
+    wanted = stored_order(plan, layers)
+    if saved == (None if wanted is None else list(wanted)):
+        return read(saved_part(experiment.state, model))
+    # Layers are read in their saved order, over the stages if possible, and then each stage is sent
+    # its own.
+    there = tuple(saved or range(layers))
+    if len(there) % plan.size("layers") == 0:
+        rules = plan.rules
+    else:
+        rules = replace(plan.rules, layers=(), stage=())
+    shapes = state_shapes(model, replace(plan, rules=rules), optimizer, there)
+    found = read(saved_part(shapes, model))
+    shardings = saved_part(experiment.shardings, model)
+    move = partial(reorder_state, before=there, after=wanted, model=model, optimizer=optimizer)
+    if not whole:
+        shardings = TrainState((), shardings.params, ())
+    return jax.jit(move, out_shardings=shardings)(found)
+
+
+def _require_no_average(checkpoints: Checkpoints, step: int) -> None:
+    """Refuse to evaluate the parameters of an optimizer that averages them, where nobody says how.
+
+    Raises:
+      UserError: the state belongs to `optax.contrib.schedule_free`.
+    """
+    for name in checkpoints.names(step):
+        if name.startswith("opt_state") and name.endswith("weight_sum"):
+            raise UserError(
+                f"{checkpoints.folder / str(step)} was trained with a schedule-free optimizer that "
+                "is not its config's, and what is to be evaluated is its average: give that "
+                "optimizer"
+            )
 
 
 def hooks_with_arrays(checkpoints: Checkpoints, step: int) -> set[str]:
@@ -232,7 +312,7 @@ def restore_hook(checkpoints: Checkpoints, step: int, experiment: Experiment, ho
       UserError: the arrays cannot be read, or belong to another model.
     """
     order = read_metadata(checkpoints, step, experiment.config.model.layers).get(ORDER)
-    return restore_trained(checkpoints, step, experiment, order, whole=False, hook=hook).params
+    return _restore_trained(checkpoints, step, experiment, order, whole=False, hook=hook).params
 
 
 def _with_frozen(experiment: Experiment, trained: Params, data: dict[str, Any]) -> Params:

@@ -18,6 +18,7 @@ from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.guard.replicas import sum_of_array
+from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.optimizer.given_optimizer import GIVEN, saved_name
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint
@@ -118,6 +119,53 @@ def require_step(checkpoints: Checkpoints, step: int, found: int) -> None:
             f"checkpoint {place} is step {found} under another name",
             place,
         )
+
+
+def require_parts(model: AnyModel, saved: dict[str, str], place: Path) -> None:
+    """Refuse a checkpoint of a model with other parts, whose parameters may have the same names.
+
+    Args:
+      saved: the names of the parts that were saved (`AnyModel.own_parts`).
+      place: the folder of the checkpoint.
+
+    Raises:
+      UserError: the model has other parts.
+    """
+    ours = model.own_parts()
+    if saved != ours:
+        there, here = (
+            ", ".join(f"{part}={name}" for part, name in parts.items()) or "the library's own"
+            for parts in (saved, ours)
+        )
+        raise UserError(
+            f"{place} is of a model whose parts are {there}, and here they are {here}: give "
+            "make_experiment, or open_trained, the model=Model(config.model, ...) that was trained"
+        )
+
+
+def require_optimizer(optimizer: Optimizer, saved: str | None, place: Path) -> None:
+    """Refuse the state of an optimizer that a program gave for the config's, and the reverse: two
+    optimizers may keep arrays of the same form.
+
+    Args:
+      saved: the name of the optimizer that was saved; None in checkpoints of earlier versions.
+      place: the folder of the checkpoint.
+
+    Raises:
+      UserError: one of the two optimizers was given, and not the other.
+    """
+    if saved is None or (saved == GIVEN) == (saved_name(optimizer) == GIVEN):
+        return
+    if saved == GIVEN:
+        raise UserError(
+            f"{place} was trained with an optimizer that a program gave, and here it is "
+            f"optimizer.name={optimizer.name}: give make_experiment the optimizer= that it was "
+            "trained with"
+        )
+    raise UserError(
+        f"{place} was trained with optimizer.name={saved}, and here an optimizer is given: leave "
+        "out optimizer=, or begin another run with train.init"
+    )
 
 
 def saved_part(state: TrainState, model: AnyModel) -> TrainState:

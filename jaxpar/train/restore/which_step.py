@@ -12,7 +12,12 @@ from typing import TypeVar
 import jax
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.process.multihost import number_from_first, run_together, told_by_first
+from jaxpar.base.process.multihost import (
+    number_from_first,
+    run_on_first,
+    run_together,
+    told_by_first,
+)
 from jaxpar.train.runs.checkpoints import Checkpoints, warn
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint
 from jaxpar.train.runs.folder.run_identity import require_tokenizer_files
@@ -39,7 +44,6 @@ def read_whole_step(
     run has removed it all the same, another is taken.
 
     Args:
-      folder: the run folder.
       step: the step of the checkpoint; 0 = the best, or the newest where none was evaluated.
       read: reads a step of the run's checkpoints.
       store: makes the store that keeps them.
@@ -86,8 +90,6 @@ def _find_damage(checkpoints: Checkpoints, step: int) -> DamagedCheckpoint | Non
     """
 
     def compare() -> DamagedCheckpoint | None:
-        if jax.process_index() != 0:
-            return None
         try:
             manifest = checkpoints.require_whole(step)
         except DamagedCheckpoint as error:
@@ -95,7 +97,7 @@ def _find_damage(checkpoints: Checkpoints, step: int) -> DamagedCheckpoint | Non
         require_tokenizer_files(checkpoints.folder.parent, manifest, warn)
         return None
 
-    problem = run_together(compare)
+    problem = run_on_first(compare)
     if not told_by_first(problem is not None):
         return None
     return problem or DamagedCheckpoint(f"the first process finds step {step} damaged")

@@ -3,6 +3,6 @@
 them stand the stores, which keep the steps of a run (`stores`). Then, in this order: the options of
 Orbax (`orbax_options`); the checkpoints as they are read, and the newest that is whole
 (`checkpoints`); the table of a run's checkpoints (`list_checkpoints`); and the checkpoints as a
-training writes them (`training_checkpoints`). Last of all the folder `local_tier`: checkpoints in a
-second tier, on the disks of the machines.
+training writes them (`training_checkpoints`). Last of all checkpoints in a second tier, on the
+disks of the machines (`local_tier`).
 """

@@ -89,9 +89,6 @@ class Checkpoints:
     def require_whole(self, step: int, depth: Depth = "sample") -> Manifest | None:
         """Compare a step with its manifest, and say where it has none.
 
-        Args:
-          depth: how much of the step is read.
-
         Returns:
           The manifest, or None.
 

@@ -49,9 +49,6 @@ class RunCheckpoints(NamedTuple):
 def list_checkpoints(folder: Path, depth: Depth) -> RunCheckpoints:
     """Look at the checkpoints of a run, and write nothing.
 
-    Args:
-      depth: how much of each is compared with its manifest.
-
     Raises:
       UserError: the folder is no run folder, or its config is damaged.
     """

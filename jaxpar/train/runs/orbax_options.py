@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from etils.epath.gpath import PosixGPath
 from orbax.checkpoint.options import MultiprocessingOptions
 
-from jaxpar.base.process.multihost import number_from_first
+from jaxpar.base.process.multihost import numbers_from_first
 from jaxpar.train.runs.folder.orbax_names import DATA, STATE
 from jaxpar.train.runs.folder.val_losses import lowest
 from jaxpar.train.runs.stores import CheckpointStore, Disk
@@ -63,11 +63,7 @@ class Manager(ocp.CheckpointManager):
     """
 
     def __init__(self, store: CheckpointStore, options: ocp.CheckpointManagerOptions):
-        """Open the checkpoints in the folder of a store.
-
-        Args:
-          store: the store that keeps the steps.
-        """
+        """Open the checkpoints in the folder of a store."""
         self._store = store
         handlers = item_handlers(store.disk)
         super().__init__(LiteralPath(store.folder), options=options, item_handlers=handlers)
@@ -110,13 +106,9 @@ class Retention:
         self.removed: list[int] = []
 
     def look(self, steps: Sequence[int]) -> None:
-        """Look which steps are being read; all processes must call this.
-
-        Args:
-          steps: the steps that the run has.
-        """
+        """Look which steps are being read; all processes must call this."""
         main = jax.process_index() == 0
-        self._read = steps_from_first(sorted(self._store.steps_in_use(steps)) if main else [])
+        self._read = numbers_from_first(sorted(self._store.steps_in_use(steps)) if main else [])
 
     def old(self, steps: Sequence[int], read: Collection[int]) -> list[int]:
         """List the steps that are not kept.
@@ -133,13 +125,6 @@ class Retention:
         steps = [info.step for info in checkpoints]
         self.removed = self.old(steps, self._read)
         return [step not in self.removed for step in steps]
-
-
-def steps_from_first(steps: Sequence[int]) -> list[int]:
-    """Give every process the steps of the first one; all must call this."""
-    count = number_from_first(len(steps))
-    padded = [*steps, *[0] * count][:count]
-    return [number_from_first(step) for step in padded]
 
 
 def writing_processes(disk: Disk) -> MultiprocessingOptions:

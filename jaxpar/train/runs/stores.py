@@ -235,7 +235,6 @@ class BucketStore(CheckpointStore):
 
         Args:
           folder: the folder of the checkpoints in the copy.
-          copy: the copy of the run.
         """
         super().__init__(folder)
         self._copy = copy
@@ -308,7 +307,6 @@ def require_space(folder: Path, size: int, disk: str) -> None:
     state.
 
     Args:
-      folder: the folder of the run's checkpoints.
       size: the bytes of the state.
       disk: the name of the disk in messages.
 

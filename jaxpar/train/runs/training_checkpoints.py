@@ -24,7 +24,7 @@ it, and is None again once both threads are done, or have failed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,13 @@ import orbax.checkpoint as ocp
 from jaxpar.base.atomic_write import sync_below
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import Say, UserError
-from jaxpar.base.process.multihost import number_from_first, run_together, told_by_first
+from jaxpar.base.process.multihost import (
+    number_from_first,
+    numbers_from_first,
+    run_on_first,
+    run_together,
+    told_by_first,
+)
 from jaxpar.train.runs.checkpoints import (
     Checkpoints,
     PyTree,
@@ -52,7 +58,6 @@ from jaxpar.train.runs.orbax_options import (
     ORBAX_SECONDS,
     Manager,
     Retention,
-    steps_from_first,
     writing_processes,
 )
 from jaxpar.train.runs.stores import StoreOf, store_of
@@ -101,17 +106,13 @@ class TrainingCheckpoints(Checkpoints):
         with ExitStack() as stack:  # what the store does in the background ends where this fails
             stack.callback(self.store.end)
             self.store.open()
-            self._clear_up()
+            for line in run_together(lambda: self.store.clear_up(config.keep, self._kept())):
+                say(line)
             self._losses.read()
             self._manager = self._open()
             self._is_open = True
             self._is_left = False
             stack.pop_all()
-
-    def _clear_up(self) -> None:
-        """Take away the folders that Orbax would stumble over, and say which."""
-        for line in run_together(lambda: self.store.clear_up(self._config.keep, self._kept())):
-            self._say(line)
 
     def _kept(self) -> int | None:
         """Find the step that is kept besides the newest, before Orbax has looked at the folder."""
@@ -146,14 +147,6 @@ class TrainingCheckpoints(Checkpoints):
         """List every finished step, sorted, and the step that is being saved."""
         return sorted(self._manager.all_steps())
 
-    def best(self, without: Container[int] = ()) -> int | None:
-        """Find the step with the lowest validation loss among those kept, or None.
-
-        Args:
-          without: steps that are left out.
-        """
-        return lowest(self._losses.known, [step for step in self.steps() if step not in without])
-
     def newest_whole(self, may_lack: bool = False) -> Whole:
         """Find the step to resume after, and move newer ones, which are damaged, aside.
 
@@ -169,12 +162,7 @@ class TrainingCheckpoints(Checkpoints):
         Raises:
           UserError: all are damaged, or one that may be whole cannot be read.
         """
-        main = jax.process_index() == 0
-
-        def find() -> Whole:
-            return find_newest_whole(self, self._say, may_lack) if main else Whole()
-
-        found = run_together(find)
+        found = run_on_first(lambda: find_newest_whole(self, self._say, may_lack)) or Whole()
         step = number_from_first(-1 if found.step is None else found.step)
         # The first process has moved the newer ones aside in its folder alone, and all must know
         # the same steps: these are those of before.
@@ -334,11 +322,7 @@ class TrainingCheckpoints(Checkpoints):
             self.leave()
             raise
         finally:
-            self.stop_sending()
-
-    def stop_sending(self) -> None:
-        """Stop the store, which then keeps no more steps, unless it is asked for one."""
-        self.store.stop()
+            self.store.stop()
 
     def abandon(self) -> None:
         """End the work in the background, as the run is given back: nothing is kept from now on.
@@ -348,14 +332,14 @@ class TrainingCheckpoints(Checkpoints):
             if not self._is_left:
                 stack.callback(self._close_manager)
                 stack.callback(self.store.end)
-            self.stop_sending()
+            self.store.stop()
 
     def leave(self) -> None:
         """Have `abandon` wait for nothing: what works in the background may wait for a process that
         is gone.
         """
         self._is_left = True
-        self.stop_sending()
+        self.store.stop()
 
     def _close_manager(self) -> None:
         """End Orbax's threads, if they were not. What failed in one of them was raised before, or
@@ -382,7 +366,7 @@ class TrainingCheckpoints(Checkpoints):
         try:
             yield
         except Exception as error:
-            self.stop_sending()
+            self.store.stop()
             self._require_lock()  # a folder that was moved away explains it better
             if _took_too_long(error):
                 if jax.process_count() > 1:
@@ -407,7 +391,7 @@ class TrainingCheckpoints(Checkpoints):
         self.wait()
         steps = self.steps()
         # what the first process sees counts, as all must remove alike
-        old = steps_from_first(self._retention.old(steps, self.store.steps_in_use(steps)))
+        old = numbers_from_first(self._retention.old(steps, self.store.steps_in_use(steps)))
         for step in old:
             self._manager.delete(step)
         self._remove(old)

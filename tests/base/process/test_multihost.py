@@ -12,7 +12,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.process.multihost import Batches, run_together
+from jaxpar.base.process.multihost import Batches, numbers_from_first, run_together
 from jaxpar.base.process.processes import process_start
 
 
@@ -55,6 +55,24 @@ def test_an_error_here_or_there_is_raised_on_both(several: Callable[..., None]) 
         run_together(lambda: 3)
     with pytest.raises(ZeroDivisionError):
         run_together(lambda: 1 // 0)
+
+
+def test_the_first_process_also_says_how_many_numbers_there_are(
+    several: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several(other_says="")
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    said = iter([np.int32(2), np.array([5, 7], np.int32), np.int32(0)])
+    shapes = list[tuple[int, ...]]()
+
+    def broadcast(mine: np.ndarray) -> np.ndarray:
+        shapes.append(mine.shape)
+        return next(said)
+
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", broadcast)
+    assert numbers_from_first([1, 2, 3]) == [5, 7]
+    assert numbers_from_first([4]) == []
+    assert shapes == [(), (2,), ()]
 
 
 def test_batches_go_on_empty_until_all_have_stopped(several: Callable[..., None]) -> None:

@@ -19,8 +19,7 @@ from jaxpar.train.experiments import make_experiment
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.optimizer.given_optimizer import as_optimizer, other_optimizer_note
 from jaxpar.train.optimizer.pruning import PruningState
-from jaxpar.train.restore.metadata import state_metadata
-from jaxpar.train.restore.trained_state import require_optimizer
+from jaxpar.train.restore.metadata import require_optimizer, state_metadata
 
 
 def experiment_of(optimizer: Any, **mesh: int) -> Experiment:

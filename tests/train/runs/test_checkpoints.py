@@ -302,8 +302,8 @@ def test_old_steps_are_removed_as_the_first_process_says(
     checkpoints = TrainingCheckpoints(tmp_path, CheckpointConfig(keep=2))
     for step in (1, 2):
         checkpoints.save(step, state_on(plan_of()), {})
-    said = iter([1, 1])  # it removes one step, which is step 1: here both would be kept
-    monkeypatch.setattr(orbax_options, "number_from_first", lambda _: next(said))
+    # the first process removes step 1: here both would be kept
+    monkeypatch.setattr(training_checkpoints, "numbers_from_first", lambda _: [1])
     checkpoints.remove_old()
     assert checkpoints.steps() == [2]
     monkeypatch.undo()

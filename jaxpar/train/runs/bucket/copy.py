@@ -99,8 +99,7 @@ class RunCopy:
         steps = self._read_steps(whole)
         self._say_unfinished({step_of(name) for name in found} - {None} - whole.keys())
         for step in self._steps.keys() - steps.keys():
-            shutil.rmtree(self._step_folder(step), ignore_errors=True)
-            self._absent.pop(step, None)
+            self.leave_out(step)
         for step, files in steps.items():
             if self._steps.get(step) != files:
                 shutil.rmtree(self._step_folder(step), ignore_errors=True)

@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.base.errors import UserError, reading
+from jaxpar.base.process.multihost import numbers_from_first
 from jaxpar.base.storage import Bucket, Found, say
 from jaxpar.train.runs.bucket.layout import (
     PARTS,
@@ -61,7 +61,8 @@ class Sender:
         self._index = jax.process_index()
         self._sent = {name: state for name, state in fetched.items() if self._is_small(name)}
         """The small files as they were sent."""
-        self._call = _told_by_first()
+        self._call = bytes(numbers_from_first(uuid.uuid4().bytes)).hex()
+        """A text that tells this call of a command from others, the same on all processes."""
         self._thread = ThreadPoolExecutor(1)
         self._step: Future[None] | None = None
         self._again: int | None = None
@@ -227,12 +228,3 @@ class Sender:
         prefix = f"{CHECKPOINTS}/{step}/"
         names = [name for name in found if name.startswith(prefix)]
         self._bucket.remove(sorted(names, key=lambda name: name != prefix + UPLOADED))
-
-
-def _told_by_first() -> str:
-    """Make a text that tells this call of a command from others, the same on all processes."""
-    own = uuid.uuid4().bytes
-    if jax.process_count() > 1:
-        rows = np.frombuffer(own, np.uint8)
-        own = bytes(np.asarray(multihost_utils.broadcast_one_to_all(rows), np.uint8))
-    return own.hex()

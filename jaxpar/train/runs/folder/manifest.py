@@ -107,7 +107,6 @@ def write_manifest(folder: Path, step: int, identity: Mapping[str, Any]) -> None
 
     Args:
       folder: the folder of the step, which may still have its temporary name.
-      step: the step's number.
       identity: the hashes by which the data and the tokenizer of the run are told from others, as
         JSON has them.
 
@@ -188,9 +187,7 @@ def require_whole(folder: Path, step: int, depth: Depth = "sample") -> Manifest 
     """Compare a step with its manifest, and return the manifest.
 
     Args:
-      folder: the folder of the step.
       step: the number in the folder's name.
-      depth: how much of the step is compared.
 
     Returns:
       The manifest; None = there is none, and nothing was compared.
@@ -232,7 +229,11 @@ def _require_whole(folder: Path, step: int, depth: Depth) -> Manifest | None:
 
 def _require_content(folder: Path, manifest: Manifest, depth: Depth) -> None:
     """Compare hashes: of every piece, or of the first of each file and of a sample of the rest."""
-    pieces = [_Piece(name, number) for name in manifest.sizes for number in _all_of(manifest, name)]
+    pieces = [
+        _Piece(name, number)
+        for name, hashes in manifest.hashes.items()
+        for number in range(len(hashes))
+    ]
     if depth == "sample":
         first = [piece for piece in pieces if piece.number == 0]
         rest = [piece for piece in pieces if piece.number]
@@ -242,11 +243,6 @@ def _require_content(folder: Path, manifest: Manifest, depth: Depth) -> None:
     for piece, found in _hash_pieces(folder, pieces, manifest.piece, _hash_read).items():
         if found != manifest.hashes[piece.name][piece.number]:
             raise DamagedCheckpoint(f"{piece.name} has other bytes than were saved")
-
-
-def _all_of(manifest: Manifest, name: str) -> range:
-    """Return the numbers of the pieces of a file."""
-    return range(len(manifest.hashes[name]))
 
 
 def _sizes(folder: Path) -> dict[str, int]:

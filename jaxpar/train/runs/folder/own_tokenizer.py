@@ -71,7 +71,6 @@ def export_tokenizer(source: Path, target: Path, data: DataConfig) -> None:
     Args:
       source: the run folder.
       target: the exported folder, whose config.json has the ids of `exported_ids`.
-      data: the data of the run.
 
     Raises:
       UserError: a file cannot be read.
@@ -155,7 +154,6 @@ def exported_ids(source: Path, bos: Bos) -> dict[str, Any]:
 
     Args:
       source: the run folder.
-      bos: the `data.bos` of the run.
 
     Returns:
       Ids by their key in config.json: `{"eos_token_id": 2}`.
@@ -180,7 +178,6 @@ def keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
     Args:
       tokenizer: the tokenizer of the data.
-      folder: the run folder.
 
     Raises:
       UserError: the run has another, or a file cannot be read.
@@ -210,7 +207,6 @@ def with_own_tokenizer(data: DataConfig, folder: Path, say: Say = lambda line: N
     declare, such as the chat template that a model without one is to be tuned with.
 
     Args:
-      data: how the data are asked for.
       folder: the run folder, or where it will be.
       say: gets a line where the file that the run's config names has become another, or the files
         beside it declare something else than those of the run.

@@ -9,15 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import jax
-
 from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.checksum_line import add_checksum, require_intact
 from jaxpar.base.config import RESOLVED, Config, incompatible_changes, parse
 from jaxpar.base.config.checks import outdated
 from jaxpar.base.errors import UTF8, UserError, reading, require_local
 from jaxpar.base.layout.mesh import MESH_AXES
-from jaxpar.base.process.multihost import run_together
+from jaxpar.base.process.multihost import run_on_first
 from jaxpar.base.toml import flatten, to_toml
 from jaxpar.models import FAMILIES
 from jaxpar.train.runs.folder.steps import CHECKPOINTS, steps_in
@@ -79,7 +77,6 @@ def refused_changes(folder: Path, before: Config, config: Config) -> list[str]:
     arrays alone. A value in a run of an earlier version that is refused today may be replaced.
 
     Args:
-      folder: the run folder.
       before: the config in the folder.
       config: the config that the run is to be resumed with.
 
@@ -139,8 +136,7 @@ def compare_run(folder: Path, config: Config, data_compared: bool = False) -> Co
         URL.
     """
     require_local(folder)
-    main = jax.process_index() == 0
-    return run_together(lambda: _compare_run(folder, config, data_compared) if main else None)
+    return run_on_first(lambda: _compare_run(folder, config, data_compared))
 
 
 def _compare_run(folder: Path, config: Config, data_compared: bool) -> Config | None:
@@ -172,9 +168,8 @@ def keep_config(folder: Path, config: Config) -> None:
     """Write a run's `config.toml`, on process 0, which tells the others whether it succeeded (else
     a UserError).
     """
-    main = jax.process_index() == 0
     text = add_checksum(to_toml(_for_next_call(config), RESOLVED))
-    run_together(lambda: write_whole(folder / "config.toml", text) if main else None)
+    run_on_first(lambda: write_whole(folder / "config.toml", text))
 
 
 def _for_next_call(config: Config) -> Config:

@@ -27,7 +27,6 @@ def run_identity(folder: Path, pieces: Sequence[Piece]) -> dict[str, Any]:
     """Make the hashes by which the data and the tokenizer of a run are told from others.
 
     Args:
-      folder: the run folder.
       pieces: the parts of the data.
 
     Raises:

@@ -50,7 +50,6 @@ def clear_up(folder: Path, keep: int, best: int | None) -> list[str]:
     was killed: the rest of it is removed. What is left is moved aside.
 
     Args:
-      folder: the folder of checkpoints.
       keep: the number of the newest steps that are kept.
       best: the step that is kept besides; None = none is.
 

@@ -22,17 +22,14 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxpar.base.atomic_write import writing
 from jaxpar.base.errors import Say, UserError, parse_json, read_json, reading, require_kinds
-from jaxpar.base.process.multihost import run_together
+from jaxpar.base.process.multihost import run_on_first, run_together
 from jaxpar.base.process.processes import machine, process_start
 from jaxpar.base.storage import Bucket
 from jaxpar.train.runs.bucket import copy_of
@@ -266,7 +263,6 @@ class BucketLock(RunLock):
         """Take the lock.
 
         Args:
-          url: the URL of the run.
           folder: this process's copy of the run.
           say: gets a line where a dead owner's lock is taken over.
 
@@ -347,8 +343,7 @@ class SharedLock:
         def take() -> RunLock:
             return RunLock(folder, say) if copy is None else BucketLock(copy.url, folder, say)
 
-        main = jax.process_index() == 0
-        self._lock = run_together(lambda: take() if main else None)
+        self._lock = run_on_first(take)
         if copy is not None:
             with ExitStack() as stack:  # the bucket may fail now
                 stack.callback(self.close)
@@ -379,21 +374,3 @@ class SharedLock:
         """Give the lock back."""
         if self._lock is not None:
             self._lock.close()
-
-
-@contextmanager
-def locked(folder: Path, say: Say) -> Iterator[SharedLock]:
-    """Hold the lock of a run folder.
-
-    Args:
-      folder: the run folder, which is made if it is absent.
-      say: gets a line where a dead owner's lock is taken over.
-
-    Raises:
-      UserError: another training holds it, or the folder cannot be written.
-    """
-    lock = SharedLock(folder, say)
-    try:
-        yield lock
-    finally:
-        lock.close()

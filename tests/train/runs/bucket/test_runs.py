@@ -7,6 +7,7 @@ import re
 import threading
 import time
 import uuid
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -353,7 +354,7 @@ def write_lock(bucket: Bucket, beats: int = 0) -> None:
 def test_a_bucket_has_one_training_at_a_time(bucket, quick_beats):
     folder = run_here(bucket.url)
     said = list[str]()
-    with run_lock.locked(folder, said.append) as lock:
+    with closing(run_lock.SharedLock(folder, said.append)) as lock:
         before = bucket.read(run_lock.LOCK)
         with pytest.raises(UserError, match=f"{bucket.url} is being trained"):
             run_lock.SharedLock(another_process(bucket), said.append)
@@ -370,7 +371,7 @@ def test_a_bucket_has_one_training_at_a_time(bucket, quick_beats):
 def test_the_lock_of_a_dead_training_in_a_bucket_is_taken_over(bucket, quick_beats):
     write_lock(bucket)
     said = list[str]()
-    with run_lock.locked(run_here(bucket.url), said.append):
+    with closing(run_lock.SharedLock(run_here(bucket.url), said.append)):
         assert b"elsewhere" not in bucket.read(run_lock.LOCK)
     assert len(said) == 2 and "watching" in said[0] and "has ended, is taken over" in said[1]
 
@@ -398,7 +399,7 @@ def test_a_training_of_another_machine_that_beats_is_left_alone(bucket, quick_be
 def test_a_bucket_that_does_not_answer_has_given_the_run_to_nobody(
     bucket, quick_beats, monkeypatch
 ):
-    with run_lock.locked(run_here(bucket.url), print) as lock:
+    with closing(run_lock.SharedLock(run_here(bucket.url), print)) as lock:
         with monkeypatch.context() as patch:
             away = UserError("503")
             patch.setattr(Bucket, "read_if_there", lambda *_: (_ for _ in ()).throw(away))
@@ -459,7 +460,7 @@ def test_a_beat_is_not_tried_again_for_longer_than_a_beat(bucket, quick_beats, m
         write(self, name, content)
 
     monkeypatch.setattr(Bucket, "write", note)
-    with run_lock.locked(run_here(bucket.url), print):
+    with closing(run_lock.SharedLock(run_here(bucket.url), print)):
         until = time.monotonic() + 10
         while not asked and time.monotonic() < until:
             time.sleep(0.01)
@@ -502,7 +503,7 @@ def test_a_step_that_is_written_after_the_run_was_lost_is_not_sent(bucket, monke
 
     monkeypatch.setattr(training_checkpoints, "write_manifest", write_late)
     checkpoints.save(1, state(1), {})
-    checkpoints.stop_sending()
+    checkpoints.store.stop()
     stopped.set()
     checkpoints.wait()
     assert (folder / "checkpoints/1").is_dir() and not bucket.files("checkpoints")

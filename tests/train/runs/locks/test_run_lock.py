@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 import jaxpar.train.runs.locks.run_lock as run_lock
 from jaxpar.base.errors import UserError
 from jaxpar.base.process.processes import machine, process_start
-from jaxpar.train.runs.locks.run_lock import LOCK, RunLock, locked
+from jaxpar.train.runs.locks.run_lock import LOCK, RunLock, SharedLock
 
 
 @pytest.fixture(autouse=True)
@@ -37,12 +38,12 @@ def write_lock(folder: Path, **changes: Any) -> None:
 
 def test_a_second_training_is_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
     said = list[str]()
-    with locked(tmp_path / "run", said.append) as lock:
+    with closing(SharedLock(tmp_path / "run", said.append)) as lock:
         with pytest.raises(UserError, match=rf"trained by process {os.getpid()} on \S+, "):
             RunLock(tmp_path / "run", said.append)
         lock.require()
     assert not (tmp_path / "run" / LOCK).exists() and not said
-    with locked(tmp_path / "run", said.append):
+    with closing(SharedLock(tmp_path / "run", said.append)):
         pass
 
 
@@ -62,7 +63,7 @@ def test_the_lock_of_a_process_that_has_ended_is_taken_over_at_once(
         if how == "ended":
             child.wait()
     said = list[str]()
-    with locked(tmp_path, said.append) as lock:
+    with closing(SharedLock(tmp_path, said.append)) as lock:
         lock.require()
     assert len(said) == 1 and "which has ended, is taken over" in said[0]
     if how == "nobody waited for it":
@@ -86,7 +87,7 @@ def test_the_lock_of_another_machine_is_watched(tmp_path: Path, beats: bool) -> 
             with pytest.raises(UserError, match=r"trained by process .* on elsewhere, since then"):
                 RunLock(tmp_path, said.append)
         else:
-            with locked(tmp_path, said.append):
+            with closing(SharedLock(tmp_path, said.append)):
                 pass
     finally:
         ended.set()
@@ -126,7 +127,7 @@ def test_a_refusal_names_who_has_taken_the_lock_over_meanwhile(tmp_path: Path) -
 def test_a_lock_that_cannot_be_read_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / LOCK).write_bytes(b"")
     said = list[str]()
-    with locked(tmp_path, said.append):
+    with closing(SharedLock(tmp_path, said.append)):
         pass
     assert "that cannot be read is taken over" in said[0]
 
@@ -164,7 +165,7 @@ def test_who_has_lost_the_folder_is_told_by_its_heartbeat(
 def test_a_folder_that_has_another_ones_name_is_not_held(tmp_path: Path) -> None:
     """The account of the time was written into it until the next beat of the heart."""
     run = tmp_path / "run"
-    with locked(run, print) as lock:
+    with closing(SharedLock(run, print)) as lock:
         assert lock.holds()
         run.rename(tmp_path / "moved")
         run.mkdir()
@@ -198,7 +199,7 @@ def test_the_heartbeat_goes_on_where_the_file_system_does_not_say_what_is_there(
 def test_a_lock_that_the_file_system_does_not_give_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    with locked(tmp_path / "run", print) as lock:
+    with closing(SharedLock(tmp_path / "run", print)) as lock:
         read = Path.read_bytes
         failing = iter(range(times))
 

@@ -5,17 +5,23 @@ on a disk that all share, each process has newer ones in a folder of its own mac
 A local step counts only if every process has its part of it whole, so all agree on which steps they
 have. With several processes each has the parts of the arrays that its devices hold, which are good
 for the same layout alone; a single process has all of them.
+
+The run folder names the run, and the step after which each training of it began. By these a
+checkpoint on the disk of a machine is known as one of this run, and as one that the run has not
+gone back behind meanwhile, on other machines.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,11 +32,11 @@ from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError, read_json, require_local, with_urls
 from jaxpar.base.layout.sharding import path_name
-from jaxpar.base.process.multihost import run_together
+from jaxpar.base.process.multihost import numbers_from_first, run_on_first, run_together
+from jaxpar.train.runs.bucket import send
 from jaxpar.train.runs.checkpoints import PyTree, warn
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint, Manifest, require_whole
 from jaxpar.train.runs.folder.steps import CHECKPOINTS
-from jaxpar.train.runs.local_tier.starts import Starts, begin_starts
 from jaxpar.train.runs.locks.run_lock import RunLock
 from jaxpar.train.runs.orbax_options import longest_save
 from jaxpar.train.runs.stores import OwnDiskStore
@@ -44,6 +50,84 @@ _MOST = 8
 _LOCAL = "local"
 """The key of a local step's record, in the identity of its manifest."""
 _NONE = -1
+STARTS = "starts.json"
+"""The file of a run folder that has the starts, once `checkpoint.local` was used."""
+_RUN = re.compile("[0-9a-f]{32}")
+_STARTS_KINDS = {"run": str, "first": list[int]}
+
+
+class Starts(NamedTuple):
+    """The name of a run, and where each of its trainings started.
+
+    Attributes:
+      run: a name that no other run has.
+      first: the step after which each training started.
+    """
+
+    run: str
+    first: tuple[int, ...]
+
+    def went_through(self, start: int, step: int) -> bool:
+        """Return whether the run as it is now has come through a step.
+
+        Args:
+          start: the number of the training that saved the step.
+
+        Returns:
+          False where a later training began before that step, with other steps from there on.
+        """
+        later = self.first[start + 1 :]
+        return start < len(self.first) and all(step <= first for first in later)
+
+
+def read_starts(folder: Path) -> Starts | None:
+    """Read the starts of a run; None = it has none, as `checkpoint.local` was never used.
+
+    Raises:
+      UserError: the file is damaged.
+    """
+    file = folder / STARTS
+    if not file.exists():
+        return None
+    found = read_json(file, _STARTS_KINDS)
+    run = found.get("run", "")
+    if not _RUN.fullmatch(run):
+        raise UserError(
+            f"{file} is not as it was written: remove it, and with it what checkpoint.local has"
+        )
+    return Starts(run, tuple(found.get("first", ())))
+
+
+def begin_starts(folder: Path) -> Starts:
+    """Read the starts of a run, which gets a name if it has none. For one process alone.
+
+    Raises:
+      UserError: the file is damaged, or cannot be written.
+    """
+    found = read_starts(folder)
+    if found is None:
+        found = Starts(uuid.uuid4().hex, ())
+        _write_starts(folder, found)
+    return found
+
+
+def note_start(folder: Path, first: int) -> None:
+    """Add a training to the starts of a run, where it has any. For one process alone.
+
+    Args:
+      first: the step after which the training starts.
+
+    Raises:
+      UserError: the file is damaged, or cannot be written.
+    """
+    found = read_starts(folder)
+    if found is not None:
+        _write_starts(folder, found._replace(first=(*found.first, first)))
+
+
+def _write_starts(folder: Path, starts: Starts) -> None:
+    write_whole(folder / STARTS, json.dumps(starts._asdict()) + "\n")
+    send(folder)  # at once: who has it not takes the checkpoints for those of another run
 
 
 class LocalTier:
@@ -72,8 +156,7 @@ class LocalTier:
         self._local = local
         self._run = run
         self._place = Path(local).absolute() / str(jax.process_index())
-        main = jax.process_index() == 0
-        starts = run_together(lambda: begin_starts(run) if main else Starts("", ()))
+        starts = run_on_first(lambda: begin_starts(run)) or Starts("", ())
         self._starts = _starts_from_first(starts)
         self._parts = _parts_of(state, order)
         self._seconds = longest_save(state)
@@ -229,15 +312,5 @@ def _steps_of_all(steps: list[int]) -> list[set[int]]:
 
 def _starts_from_first(starts: Starts) -> Starts:
     """Give every process the starts that the first one has read; all must call this."""
-    if jax.process_count() == 1:
-        return starts
-    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(starts.first))))
-    first = np.zeros(count, np.int32)
-    name = np.zeros(32, np.uint8)
-    if jax.process_index() == 0:
-        first[:] = starts.first
-        name[:] = np.frombuffer(starts.run.encode(), np.uint8)
-    name = np.asarray(multihost_utils.broadcast_one_to_all(name), np.uint8)
-    if count:
-        first = np.asarray(multihost_utils.broadcast_one_to_all(first))
-    return Starts(bytes(name).decode(), tuple(int(step) for step in first))
+    name = bytes(numbers_from_first(starts.run.encode()))
+    return Starts(name.decode(), tuple(numbers_from_first(starts.first)))

@@ -16,9 +16,8 @@ import pytest
 
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError
-from jaxpar.train.runs.local_tier import LocalTier
-from jaxpar.train.runs.local_tier import tier as tiers
-from jaxpar.train.runs.local_tier.starts import Starts, note_start, read_starts
+from jaxpar.train.runs import local_tier
+from jaxpar.train.runs.local_tier import LocalTier, Starts, note_start, read_starts
 from jaxpar.train.runs.locks.run_lock import RunLock
 
 STATE = {"w": jnp.arange(12.0).reshape(3, 4)}
@@ -57,7 +56,7 @@ def test_a_folder_is_given_back_where_another_process_cannot_take_its_own(
         return found
 
     with monkeypatch.context() as patched, pytest.raises(UserError, match="cannot go on"):
-        patched.setattr(tiers, "run_together", fails_on_another)
+        patched.setattr(local_tier, "run_together", fails_on_another)
         tier_of(tmp_path / "run")
     tier_of(tmp_path / "run").release()
 
@@ -129,9 +128,7 @@ def test_no_step_is_used_by_other_processes_than_saved_it(
 ) -> None:
     run = tmp_path / "run"
     train(run, 0, 2)
-    monkeypatch.setattr(
-        "jaxpar.train.runs.local_tier.tier._parts_of", lambda *_: "of two processes"
-    )
+    monkeypatch.setattr("jaxpar.train.runs.local_tier._parts_of", lambda *_: "of two processes")
     tier = tier_of(run)
     tier.release()
     assert not tier.steps and tier.why_not(0) == "has none that can be used"
