@@ -403,7 +403,7 @@ class Account:
             with suppress(UserError):
                 self._write()
 
-    def ends(self, how: str) -> None:
+    def note_end(self, how: str) -> None:
         """Note how the training in this process ends, for who looks at its folder later."""
         self._life.how = how[:_MOST_SAID]
 

@@ -4,8 +4,9 @@ and told.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from concurrent.futures import wait as wait_for
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from jax.stages import Compiled
 
 from jaxpar.base.console import duration_text
 from jaxpar.base.errors import Say
-from jaxpar.base.process.multihost import run_together, told_by_first
+from jaxpar.base.process.multihost import numbers_from_first, run_on_first, run_together
 from jaxpar.base.process.preemption import Stop
 from jaxpar.data.corpus import val_batch_count
 from jaxpar.models import Params
@@ -52,20 +53,31 @@ def _is_final(run: OpenRun, step: int) -> bool:
     return run.corpus.val is not None and step == train.steps and other
 
 
-def missed_evaluations(run: OpenRun) -> set[str]:
-    """Return the metrics that the step to go on after should have and has not, because an error or
-    a stop ended its evaluation. All processes must call this.
+def losses_after(run: OpenRun, step: int) -> dict[str, float | None]:
+    """Find the losses of the evaluations that are due after a step which was made. All processes
+    must call this.
+
+    Returns:
+      The loss by its name in `metrics.jsonl`; None = an error or a stop ended the evaluation.
     """
-    step = run.after
-    if not step:
-        return set()
     due = {METRIC: evaluates_after(run, step), FINAL + METRIC: _is_final(run, step)}
-    if jax.process_index() == 0:
-        rows = read_metrics(run.folder)
-    else:
-        rows = []
-    known = {key for row in rows if row["step"] == step for key in row}
-    return {key for key, due_now in due.items() if told_by_first(due_now and key not in known)}
+    names = [name for name, is_due_now in due.items() if is_due_now and step]
+    found = run_on_first(lambda: _written(run, step, names))
+    text = bytes(numbers_from_first(json.dumps(found or {}).encode()))
+    return json.loads(text)
+
+
+def _written(run: OpenRun, step: int, names: Sequence[str]) -> dict[str, float | None]:
+    rows = [row for row in read_metrics(run.folder) if row["step"] == step]
+    known = {key: value for row in rows for key, value in row.items()}
+    return {name: known.get(name) for name in names}
+
+
+def misses_an_evaluation(run: OpenRun) -> bool:
+    """Whether an evaluation after the step that a run goes on after is missing. All processes must
+    call this.
+    """
+    return None in losses_after(run, run.after).values()
 
 
 class Evaluations(Hook):
@@ -87,7 +99,6 @@ class Evaluations(Hook):
         running: Running,
         stop: Stop,
         beside: Executor,
-        missed: Collection[str] = (),
         others: Sequence[Hook] = (),
         batch_done: Callable[[], None] = lambda: None,
         patience: float = 20.0,
@@ -99,8 +110,6 @@ class Evaluations(Hook):
           running: is told when an evaluation runs.
           stop: says when to leave an evaluation, between two batches.
           beside: the thread that compiles.
-          missed: the metrics that the step which the run goes on after lacks, as
-            `missed_evaluations` finds them.
           others: hooks that may give other parameters, and are told of each loss.
           batch_done: is called before the first batch, when its program is there, and after each.
           patience: the seconds after which an evaluation says how far it is.
@@ -111,7 +120,6 @@ class Evaluations(Hook):
         self._running = running
         self._stop = stop
         self._beside = beside
-        self._missed = missed
         self._others = others
         self._batch_done = batch_done
         self._patience = patience
@@ -123,18 +131,17 @@ class Evaluations(Hook):
         return evaluates_after(self._opened, step)
 
     def on_begin(self, run: HookedRun, state: TrainState[jax.Array]) -> None:
-        """Take the run, and make the evaluations that the step before its first has missed."""
+        """Take the run, and make the evaluations that the step before its first has missed. Those
+        that were made are told again: a step is saved, with what hooks know, before it is
+        evaluated.
+        """
         self._run = run
-        missed, self._missed = self._missed, ()
-        if not missed:
-            return
-        with run.apart("evaluation"):
-            if METRIC in missed:
-                loss = self._evaluate(run.after, state)
-                if loss is not None:
-                    self._opened.checkpoints.record(run.after, loss)
-            if FINAL + METRIC in missed and not self._stop.cut_short:
-                self._evaluate(run.after, state, final=True)
+        for name, loss in losses_after(self._opened, run.after).items():
+            if loss is not None:
+                self._tell(run.after, loss)
+            elif not self._stop.cut_short:
+                with run.apart("evaluation"):
+                    self._evaluate_and_tell(run.after, state, final=name.startswith(FINAL))
 
     def on_started(self, step: int) -> None:
         """Have the other thread compile the evaluation while the first step runs."""
@@ -146,22 +153,28 @@ class Evaluations(Hook):
         loss of any but the last evaluation is that of the step's checkpoint.
         """
         with self._run.apart("evaluation"):
-            loss = self._evaluate(step, state)
-            if loss is not None:
-                self._opened.checkpoints.record(step, loss)
-                self._tell(step, loss)
+            self._evaluate_and_tell(step, state)
             if _is_final(self._opened, step) and not self._stop.cut_short:
-                loss = self._evaluate(step, state, final=True)
-                if loss is not None:
-                    self._tell(step, loss)
+                self._evaluate_and_tell(step, state, final=True)
+
+    def _evaluate_and_tell(
+        self, step: int, state: TrainState[jax.Array], final: bool = False
+    ) -> None:
+        """Evaluate a step, and tell its checkpoint and the other hooks, unless the run was told to
+        stop before the end.
+        """
+        loss = self._evaluate(step, state, final)
+        if loss is None:
+            return
+        if not final:
+            self._opened.checkpoints.record(step, loss)
+        self._tell(step, loss)
 
     def _tell(self, step: int, loss: float) -> None:
         for hook in self._others:
             hook.on_evaluation(step, loss)
 
-    def _evaluate(
-        self, step: int, state: TrainState[jax.Array], final: bool = False
-    ) -> float | None:
+    def _evaluate(self, step: int, state: TrainState[jax.Array], final: bool) -> float | None:
         """Evaluate a step, and print and write its loss.
 
         Args:

@@ -26,7 +26,7 @@ from jaxpar.train.hooks import Hook
 from jaxpar.train.hooks.given import require_hooks
 from jaxpar.train.loop.messages import failed, left
 from jaxpar.train.loop.timing import save_watchdog
-from jaxpar.train.loop.training import Result, train_opened
+from jaxpar.train.loop.training import Result, has_work, train_opened
 from jaxpar.train.opening import OpenRun, open_folder
 from jaxpar.train.runs.bucket import copy_of, run_here
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint, UnreadCheckpoint
@@ -185,14 +185,15 @@ class Run:
         # what was saved is written to its end before a signal ends the process
         with closing(stop), closing(MachineNotice(stop.ask)):
             try:
+                begins = has_work(opened)
                 result = train_opened(opened, hooks, stop, limit, account)
             except PeerLost as error:
-                account.ends(failed(error))
+                account.note_end(failed(error))
                 for tier in opened.tiers:
                     tier.leave()  # nothing is waited for, as that would wait for the other process
                 raise
             except BaseException as error:
-                account.ends(failed(error))
+                account.note_end(failed(error))
                 aside = _is_of_first_step(opened, error)
                 if aside:  # while the folder is still this training's
                     opened.source.set_aside(opened.after, str(error))
@@ -209,11 +210,12 @@ class Run:
                 opened.checkpoints.remove_old()
                 for tier in opened.tiers:
                     tier.close()
-            account.ends(left(result.step, result.interrupted, stop.why))
+            account.note_end(left(result.step, result.interrupted, stop.why))
             if said := account.summary():
                 self._say(said)
-            for hook in hooks:
-                hook.on_end(result.step)
+            if begins:
+                for hook in hooks:
+                    hook.on_end(result.step)
         return result
 
     def _time_limit(self) -> TimeLimit:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -28,7 +27,7 @@ from jaxpar.train.guard.judge import Judge
 from jaxpar.train.guard.time_limit import TimeLimit
 from jaxpar.train.hooks import Hook, HookedRun
 from jaxpar.train.hooks.copies import Copies
-from jaxpar.train.hooks.evaluations import Evaluations, missed_evaluations
+from jaxpar.train.hooks.evaluations import Evaluations, misses_an_evaluation
 from jaxpar.train.hooks.profile import Profile, steps_to_trace
 from jaxpar.train.loop.messages import banner_lines, done_already, ended, stopped
 from jaxpar.train.loop.rows import StepRows
@@ -54,6 +53,11 @@ class Result(NamedTuple):
     interrupted: bool
 
 
+def has_work(run: OpenRun) -> bool:
+    """Whether an open run has steps left, or misses an evaluation. All processes must call this."""
+    return run.after < run.last or misses_an_evaluation(run)
+
+
 def train_opened(
     run: OpenRun, hooks: Sequence[Hook], stop: Stop, limit: TimeLimit, account: Account
 ) -> Result:
@@ -71,11 +75,10 @@ def train_opened(
     experiment = run.experiment
     show = ProgressLine(experiment.config.train.steps, run.after, jax.process_index() == 0)
     running = Running()
-    missed = missed_evaluations(run)
-    nothing_left = run.after >= run.last
-    if nothing_left and not missed:
+    if not has_work(run):
         show.say(done_already(run))
         return Result(run.after, None, None, experiment.unigram_entropy, False)
+    nothing_left = run.after >= run.last
     run_together(lambda: _open_account(run, account, show.say))
     traced = run_together(lambda: steps_to_trace(run))
     # One other thread compiles the step while this one makes or reads the state; while the first
@@ -91,22 +94,23 @@ def train_opened(
             start = first_step(run, show.say)
         for line in banner_lines(run, start.state, experiment.unigram_entropy):
             show.say(line)
-        evaluate = partial(Evaluations, run, log, running, stop, beside, missed)
+        timing = Timing(run, limit, account)
+        batch_done = timing.watchdog.batch_done
+        evaluations = Evaluations(run, log, running, stop, beside, hooks, batch_done)
         if compiling is None:
+            saves = Saves(run, hooks, timing, show.say)
+            saves.begin(start)
             account.clock.enter("other")
-            apart = account.clock.during
-            seen = HookedRun(experiment, run.folder, run.after, show.say, stop.ask, apart)
-            evaluations = evaluate()
+            seen = HookedRun(experiment, run.folder, run.after, show.say, stop.ask, timing.apart)
             with show:
-                evaluations.on_begin(seen, start.state)
+                for hook in (*hooks, evaluations):
+                    hook.on_begin(seen, start.state)
             result = _result(run, run.after, None, evaluations, stop.cut_short)
             said = done_already(run)
         else:
             with account.clock.during("compiling"):
                 program, compiled = compiling.result()
             show.say(compiled)
-            timing = Timing(run, limit, account)
-            evaluations = evaluate(hooks, timing.watchdog.batch_done)
             runner = StepRunner(run, program, start, timing)
             guard = Guard(experiment.config.train, start.guard)
             rows = StepRows(run, log, show, timing)

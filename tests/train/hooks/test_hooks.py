@@ -123,6 +123,61 @@ class Calls(Hook):
         self.calls.append(f"loaded {state['calls']}")
 
 
+class Losses(Hook):
+    """Remembers every validation loss that it was told of, as a rule by which a run stops does."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, float] = {}
+
+    def on_evaluation(self, step: int, loss: float) -> None:
+        self.told[str(step)] = loss
+
+    def state_dict(self) -> Any:
+        return self.told
+
+    def load_state_dict(self, state: Any) -> None:
+        self.told = state
+
+
+@pytest.mark.parametrize("is_made", [True, False], ids=["made", "missed"])
+def test_the_loss_of_the_step_that_a_run_goes_on_after_is_told_again(
+    is_made: bool, config: Config, tmp_path: Path
+) -> None:
+    """A step is saved before it is evaluated: what was learned after the save was lost."""
+    whole = Losses()
+    run(config, tmp_path / "whole", [whole])
+    first = Losses()
+    run(override(config, {"train.stop_at": 4}), tmp_path / "two", [first])
+    assert first.told == {"4": whole.told["4"]}
+    file = tmp_path / "two" / "metrics.jsonl"
+    if not is_made:
+        rows = [line for line in file.read_text().splitlines() if "val_loss" not in line]
+        file.write_text("\n".join(rows) + "\n")
+    again = Losses()
+    run(config, tmp_path / "two", [again])
+    assert again.told == whole.told
+
+
+def test_an_evaluation_that_a_finished_run_missed_takes_what_hooks_give(
+    config: Config, tmp_path: Path
+) -> None:
+    run(config, tmp_path / "run", [Ema()])
+    file = tmp_path / "run" / "metrics.jsonl"
+    losses = [row["val_loss"] for row in read_metrics(tmp_path / "run") if "val_loss" in row]
+    rows = [line for line in file.read_text().splitlines() if '"step": 8, "val_loss"' not in line]
+    assert len(rows) == len(file.read_text().splitlines()) - 1
+    file.write_text("\n".join(rows) + "\n")
+    result = run(config, tmp_path / "run", [Ema()])
+    assert result.val_loss == losses[-1]
+
+
+def test_a_finished_run_calls_no_hook(config: Config, tmp_path: Path) -> None:
+    run(config, tmp_path / "run", [Calls()])
+    again = Calls()
+    run(config, tmp_path / "run", [again])
+    assert again.calls == []
+
+
 def test_each_method_is_called_at_its_place(config: Config, tmp_path: Path) -> None:
     calls = Calls()
     run(config, tmp_path / "whole", [calls])
