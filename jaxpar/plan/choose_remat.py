@@ -183,7 +183,7 @@ def items_of(experiment: Experiment, hardware: Hardware, offload: bool) -> list[
         blocks = layers.places * plan.pipeline.virtual
     blocks += config.model.query_layer
     # how often a device runs a block in a step
-    times = blocks * config.train.accumulation * experiment.microbatches
+    times = blocks * config.train.accumulation * experiment.pipeline_microbatches
     rate = _link_rate(hardware)
     sent = recompute_bytes(experiment)
     seconds = {}
@@ -317,7 +317,7 @@ def other_seconds(experiment: Experiment, hardware: Hardware) -> float:
     if not experiment.model.has_blocks:
         return 0.0
     cut = loss_cut(experiment)
-    times = config.train.accumulation * experiment.microbatches
+    times = config.train.accumulation * experiment.pipeline_microbatches
     if cut.tiling.slices > 1:
         again = 2.0 * cut.tokens / _flops_rate(hardware, plan)
     else:

@@ -412,6 +412,6 @@ def _outers(experiment: Experiment, platform: str, say: Say) -> list[Outer]:
         parameters.add(True)
     times = [1]
     if "accumulation" in memory.may:
-        rows = config.train.batch // config.train.accumulation
+        rows = config.train.microbatch
         times += [n for n in (2, 4, 8, 16) if rows % n == 0]
     return [Outer(o, p, n) for n in times for o in sorted(optimizer) for p in sorted(parameters)]

@@ -18,6 +18,10 @@ has, and `distil` is its teacher, with `teacher_memory` for the teacher's memory
 a run reads besides, and `opening` puts all of this together. `evaluate` measures what is trained,
 `hooks` do what is due at steps beside training, and `loop`, the last of these, trains.
 
+docs/trainer.py does the same in one file. Its `step` is `step.train_step`, its loop
+`loop.steps.Steps`, its `checkpoints.save` `loop.saves.Saves`, what it restores
+`opening.first_step`, and its batches come from `opening` too.
+
 For a model that was trained there are `generation`, which loads it for text, and `pruned_run`,
 which prunes it at once.
 """

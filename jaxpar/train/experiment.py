@@ -123,15 +123,16 @@ class Experiment:
         return lowering_platform(self.devices[0])
 
     @property
-    def microbatches(self) -> int:
+    def pipeline_microbatches(self) -> int:
         """The microbatches that are in the pipeline together; 1 where there are no stages."""
         return pipelined_microbatches(self.plan)
 
     @property
     def sequences(self) -> int:
-        """The sequences of one microbatch, on all devices."""
-        train = self.config.train
-        return train.batch // train.accumulation // self.microbatches
+        """The sequences that go through a block at once, on all devices: of a microbatch of the
+        pipeline, where there are stages.
+        """
+        return self.config.train.microbatch // self.pipeline_microbatches
 
     @property
     def tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Measurements of a run: throughput, MFU and device memory, and traces of a few of its steps. They
+"""Measurements of a run: throughput, MFU and device memory. They
 are written into `metrics.jsonl`, and where sinks are asked for to these too (`train.sinks`).
 """
 

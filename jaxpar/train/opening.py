@@ -75,7 +75,8 @@ class OpenRun(NamedTuple):
       compared: what is known of the data that the run had before.
       after: the step to go on after; 0 = none was trained.
       is_new: whether it has no checkpoint, not even that of an import, which is of step 0.
-      held: gives back what was opened, the last first.
+      lock: keeps the folder from other trainings, and says where it was lost.
+      held: gives back what was opened, the last first; docs/architecture.md has a table of it.
       source: what has the step to go on after: `checkpoints`, or those of the local tier.
       local: what `checkpoint.local` has; None = it is not set.
       teacher: its teacher; None = it has none.

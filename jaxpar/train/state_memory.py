@@ -135,7 +135,7 @@ def require_memory(experiment: Experiment, has: int, training: bool = True) -> N
     else:
         held = state.parameters.device + state.batch.device
         config = experiment.config
-        rows = config.train.batch // config.train.accumulation // plan.size("batch")
+        rows = config.train.microbatch // plan.size("batch")
         tokens = rows * config.data.seq_len // plan.size("residual_seq")
         kept = 2 * tokens * config.model.embed * plan.dtype.itemsize
     held = len(here) * held
@@ -183,7 +183,7 @@ def more_microbatches(experiment: Experiment) -> str:
     else:
         key = "pipeline.microbatches"
         count = plan.pipeline.microbatches
-        sequences = train.batch // train.accumulation
+        sequences = train.microbatch
     shards = plan.size("batch")
     more = range(2 * count, sequences + 1, count)
     fitting = next((n for n in more if sequences % (n * shards) == 0), 0)

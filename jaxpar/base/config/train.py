@@ -319,6 +319,11 @@ class TrainConfig:
     """
 
     @property
+    def microbatch(self) -> int:
+        """The sequences of one of the `accumulation` parts of a batch, on all devices."""
+        return self.batch // self.accumulation
+
+    @property
     def most_seconds(self) -> int:
         """The seconds of `max_time`, 0 = no limit; a UserError where it is no duration."""
         if not self.max_time:

@@ -247,7 +247,7 @@ def microbatches(config: Config, sizes: Mapping[Any, int]) -> int:
         )
     names = (named_axes(axis, config.rules) for axis in ("batch", "stage"))
     shards, stages = (math.prod(sizes[mesh_axis] for mesh_axis in mesh_axes) for mesh_axes in names)
-    rows = train.batch // train.accumulation
+    rows = train.microbatch
     allowed = [n for n in range(1, rows // shards + 1) if rows % (n * shards) == 0]
     if not asked:
         return max((n for n in allowed if n <= _MOST_A_STAGE * stages), default=1)

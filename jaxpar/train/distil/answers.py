@@ -64,7 +64,7 @@ def teacher_experiment(student: Experiment) -> Experiment:
     precision = theirs.precision if is_run(folder) else config.precision
     train = TrainConfig(
         batch=config.train.batch,
-        accumulation=config.train.accumulation * student.microbatches,
+        accumulation=config.train.accumulation * student.pipeline_microbatches,
     )
     own = Config(
         model=base_config(theirs.model),

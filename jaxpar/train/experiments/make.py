@@ -215,7 +215,7 @@ def _plan_on(mesh: Mesh, config: Config, model: AnyModel) -> Plan:
         count = microbatches(config, mesh.shape)
         check_stages(plan, config.model.layers, count, config.model.kinds)
         plan = replace(plan, pipeline=replace(config.pipeline, microbatches=count))
-    sequences = config.train.batch // config.train.accumulation // pipelined_microbatches(plan)
+    sequences = config.train.microbatch // pipelined_microbatches(plan)
     rows = sequences // plan.size("batch")
     return replace(plan, overlap=config.overlap.for_rows(rows))
 

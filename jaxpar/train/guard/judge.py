@@ -19,6 +19,8 @@ from jaxpar.base.errors import Say
 from jaxpar.train.guard.failures import StepNumbers
 
 Decision = Literal["go on", "skip", "rollback", "stop"]
+"""A spike is never skipped: its step has changed the weights when it is seen, and only a step that
+was not finite left them as they were."""
 
 _MAD_TO_DEVIATION = 1.4826
 """The standard deviation of a normal distribution over its median absolute deviation."""

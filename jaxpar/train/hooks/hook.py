@@ -55,7 +55,8 @@ class Hook:
 
     All processes are given the same hooks in the same order, and each of them calls every method at
     the same places, so that a hook may run jitted functions of the state, which is split over all
-    devices. What the first process alone is to do asks `jax.process_index() == 0`.
+    devices. What the first process alone is to do asks `jax.process_index() == 0`. `on_row`,
+    `evaluated`, `on_evaluation` and `on_end` are called of a program's hooks alone.
 
     Attributes:
       every: `on_step` is called after each so many steps; 0 = never.

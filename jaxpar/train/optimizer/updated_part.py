@@ -22,7 +22,7 @@ class Scale(NamedTuple):
     """The factor of a step's gradients, and whether the step is to be made."""
 
     factor: Array
-    finite: Array
+    made: Array
 
 
 class Part(NamedTuple):
@@ -72,7 +72,7 @@ def update_arrays(part: Part, scale: Scale, optimizer: Optimizer, plan: Plan) ->
     params = part.params
     opt_state = part.opt_state
     axes = part.axes
-    finite = scale.finite
+    made = scale.made
     grads = jax.tree.map(lambda g: g.astype(jnp.float32) * scale.factor, part.grads)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     float32 = opt_state
@@ -88,16 +88,16 @@ def update_arrays(part: Part, scale: Scale, optimizer: Optimizer, plan: Plan) ->
         params,
     )
     new = jax.tree.map(
-        lambda x, old: jnp.where(finite & jnp.isfinite(x), x, old),
+        lambda x, old: jnp.where(made & jnp.isfinite(x), x, old),
         asked,
         params,
     )
-    overflows = _overflows(asked, finite)
+    overflows = _overflows(asked, made)
     state = pack_moments(optimizer, state, params, axes, plan.moments)
     if not optimizer.stays_finite:
-        overflows += _overflows(state, finite)
+        overflows += _overflows(state, made)
     state = jax.tree.map(
-        lambda x, old: _kept(x, old, finite, optimizer.stays_finite),
+        lambda x, old: _kept(x, old, made, optimizer.stays_finite),
         state,
         opt_state,
     )

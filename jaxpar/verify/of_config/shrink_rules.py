@@ -94,7 +94,7 @@ class Whole:
         if asked in ("off", "sequence"):
             return asked
         train = self.config.train
-        sequences = train.batch // train.accumulation
+        sequences = train.microbatch
         if self.asked["stage"] > 1:
             sequences //= microbatches(self.config, self.asked)
         rows = sequences // pieces("batch", self.config.rules, self.asked)

@@ -340,7 +340,14 @@ def find_points(kind: str, experiment: Experiment, folder: Path) -> list[Point]:
 
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("chosen", CHOSEN)
-@pytest.mark.parametrize("kind", ["folder", "bucket", "two tiers"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("folder", marks=pytest.mark.slow),
+        pytest.param("bucket", marks=pytest.mark.slow),
+        "two tiers",
+    ],
+)
 def test_all_is_given_back_whatever_fails(
     kind: str, chosen: str, experiment: Experiment, tmp_path: Path
 ) -> None:

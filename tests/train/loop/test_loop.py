@@ -18,7 +18,7 @@ import pytest
 import jaxpar.train.evaluate as evaluate_module
 import jaxpar.train.hooks.evaluations as evaluations_module
 import jaxpar.train.loop as train_module
-import jaxpar.train.loop._run as run_module
+import jaxpar.train.loop.held_run as run_module
 import jaxpar.train.loop.run_step as step_module
 from jaxpar.base.config import Config, ModelConfig, load_config, override
 from jaxpar.base.errors import UserError
