@@ -100,7 +100,7 @@ def numbers_from_first(values: Sequence[int]) -> list[int]:
         return []
     here = np.zeros(count, np.int32)
     if jax.process_index() == 0:
-        here[:] = values
+        here[:] = list(values)  # NumPy takes bytes for a text
     return multihost_utils.broadcast_one_to_all(here).tolist()
 
 

@@ -75,6 +75,14 @@ def test_the_first_process_also_says_how_many_numbers_there_are(
     assert shapes == [(), (2,), ()]
 
 
+def test_the_bytes_of_the_first_process_are_numbers(
+    several: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several(other_says="")
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda mine: mine)
+    assert bytes(numbers_from_first(b"\x00run\xff")) == b"\x00run\xff"
+
+
 def test_batches_go_on_empty_until_all_have_stopped(several: Callable[..., None]) -> None:
     several(other_says="")
     asked = list[str]()
