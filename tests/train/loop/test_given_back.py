@@ -60,7 +60,7 @@ ROOMS = tuple(
     )
 )
 """What opens a run and closes it; what is computed in between may fail like any of these."""
-GIVES_BACK = {"__exit__", "abandon", "close", "end", "release", "rest", "stop"}
+GIVES_BACK = {"__exit__", "_close_file", "abandon", "close", "end", "release", "rest", "stop"}
 """Functions that give something back fail in what they call, not at their first line: what is not
 even tried nobody can have done.
 """
