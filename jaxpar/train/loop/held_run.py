@@ -26,7 +26,7 @@ from jaxpar.train.hooks import Hook
 from jaxpar.train.hooks.given import require_hooks
 from jaxpar.train.loop.messages import failed, left
 from jaxpar.train.loop.timing import save_watchdog
-from jaxpar.train.loop.training import Result, has_work, train_opened
+from jaxpar.train.loop.training import Result, has_work, nothing_to_do, train_opened
 from jaxpar.train.opening import OpenRun, open_folder
 from jaxpar.train.runs.bucket import copy_of, run_here
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint, UnreadCheckpoint
@@ -186,7 +186,10 @@ class Run:
         with closing(stop), closing(MachineNotice(stop.ask)):
             try:
                 begins = has_work(opened)
-                result = train_opened(opened, hooks, stop, limit, account)
+                if begins:
+                    result = train_opened(opened, hooks, stop, limit, account)
+                else:
+                    result = nothing_to_do(opened, self._say)
             except PeerLost as error:
                 account.note_end(failed(error))
                 for tier in opened.tiers:

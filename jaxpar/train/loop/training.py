@@ -36,7 +36,7 @@ from jaxpar.train.loop.saves import Saves
 from jaxpar.train.loop.steps import Steps
 from jaxpar.train.loop.timing import Timing
 from jaxpar.train.metrics import MetricsLog, MetricsRow
-from jaxpar.train.opening import OpenRun, first_step, keep_run
+from jaxpar.train.opening import FirstStep, OpenRun, first_step, keep_run
 from jaxpar.train.sinks import Sink
 from jaxpar.train.step import make_train_step
 
@@ -58,10 +58,16 @@ def has_work(run: OpenRun) -> bool:
     return run.after < run.last or misses_an_evaluation(run)
 
 
+def nothing_to_do(run: OpenRun, say: Say) -> Result:
+    """Say that an open run is done already."""
+    say(done_already(run))
+    return Result(run.after, None, None, run.experiment.unigram_entropy, False)
+
+
 def train_opened(
     run: OpenRun, hooks: Sequence[Hook], stop: Stop, limit: TimeLimit, account: Account
 ) -> Result:
-    """Run the steps that are left of an open run. All processes must call this.
+    """Run the steps that are left of an open run that has work. All processes must call this.
 
     Args:
       hooks: what a program does besides.
@@ -75,10 +81,7 @@ def train_opened(
     experiment = run.experiment
     show = ProgressLine(experiment.config.train.steps, run.after, jax.process_index() == 0)
     running = Running()
-    if not has_work(run):
-        show.say(done_already(run))
-        return Result(run.after, None, None, experiment.unigram_entropy, False)
-    nothing_left = run.after >= run.last
+    steps_left = run.after < run.last
     run_together(lambda: _open_account(run, account, show.say))
     traced = run_together(lambda: steps_to_trace(run))
     # One other thread compiles the step while this one makes or reads the state; while the first
@@ -88,7 +91,7 @@ def train_opened(
         memory_errors(experiment, running),
         _one_thread() as beside,
     ):
-        compiling = None if nothing_left else beside.submit(_compile, experiment)
+        compiling = beside.submit(_compile, experiment) if steps_left else None
         cause: Cause = "startup" if run.is_new else "restoring"
         with account.clock.during(cause):
             start = first_step(run, show.say)
@@ -98,13 +101,8 @@ def train_opened(
         batch_done = timing.watchdog.batch_done
         evaluations = Evaluations(run, log, running, stop, beside, hooks, batch_done)
         if compiling is None:
-            saves = Saves(run, hooks, timing, show.say)
-            saves.begin(start)
-            account.clock.enter("other")
-            seen = HookedRun(experiment, run.folder, run.after, show.say, stop.ask, timing.apart)
             with show:
-                for hook in (*hooks, evaluations):
-                    hook.on_begin(seen, start.state)
+                _make_up(run, start, [*hooks, evaluations], timing, stop, show.say)
             result = _result(run, run.after, None, evaluations, stop.cut_short)
             said = done_already(run)
         else:
@@ -143,6 +141,19 @@ def train_opened(
             said = stopped(result.step, stop.cut_short, stop.why)
     show.say(said)
     return result
+
+
+def _make_up(
+    run: OpenRun, start: FirstStep, hooks: Sequence[Hook], timing: Timing, stop: Stop, say: Say
+) -> None:
+    """Make the evaluations that the last step of a run has missed, by the parameters that hooks
+    give.
+    """
+    Saves(run, hooks, timing, say).begin(start)
+    timing.account.clock.enter("other")
+    seen = HookedRun(run.experiment, run.folder, run.after, say, stop.ask, timing.apart)
+    for hook in hooks:
+        hook.on_begin(seen, start.state)
 
 
 def _result(
