@@ -217,14 +217,14 @@ def test_a_teacher_shows_its_streams_on_any_mesh(text: Path, teacher: Path) -> N
     batch = {"tokens": tokens, "positions": places}
 
     @jax.jit
-    def streams(params: Any) -> jax.Array:
+    def streams(params: Any, batch: Any) -> jax.Array:
         few = jax.tree.map(lambda x: x[:2], params["blocks"])
         plan = held.experiment.plan
         second, _ = model.hidden_states(params | {"blocks": few}, batch, plan)
         fourth, _ = model.hidden_states(params, batch, plan)
         return normed_states([second, fourth])
 
-    want = np.asarray(streams(held.params))
+    want = np.asarray(streams(held.params, batch))
     np.testing.assert_allclose(found, want, atol=1e-4)
     np.testing.assert_allclose(np.mean(want**2, axis=-1), 1, atol=1e-2)
 
