@@ -94,9 +94,7 @@ def _cost(
     if task.kind == "host_copy":
         if task.bytes and not hardware.host_link_bandwidth:
             notes["no figure for the host link: its copies are taken to cost nothing"] += 1
-        seconds = hardware.host_link_latency + task.bytes / (
-            hardware.host_link_bandwidth or math.inf
-        )
+        seconds = hardware.host_link_latency + task.bytes / _host_link(hardware)
         return Cost(seconds, (*compute, HOST))
     if task.kind == "host_compute":
         return _host_compute(task, hardware, compute, notes)
@@ -126,13 +124,18 @@ def _by_cycles(task: Task, cycles: int, hardware: Hardware) -> float:
     return seconds
 
 
+def _host_link(hardware: Hardware) -> float:
+    """Return the bytes a second that copies to and from the host get."""
+    return hardware.prices.host_link * hardware.host_link_bandwidth or math.inf
+
+
 def _host_compute(
     task: Task, hardware: Hardware, compute: tuple[str, ...], notes: Counter[str]
 ) -> Cost:
     """Price what the host computes: one pass over its arrays, and the host link for those on the
     device.
     """
-    link = hardware.host_link_bandwidth or math.inf
+    link = _host_link(hardware)
     memory = hardware.host_memory_bandwidth
     if not memory:
         notes["no figure for the host's memory: it is taken to be as fast as the host link"] += 1
