@@ -34,7 +34,9 @@ class Prices:
     matmul_float32: float = 1.0
     """The share of the peak of float32, on GPUs in TF32."""
     memory: float = 1.0
-    """The share of the memory's bandwidth that fusions and copies reach."""
+    """The share of the memory's bandwidth that fusions reach."""
+    copies: float = 1.0
+    """The share of the memory's bandwidth that copies reach, which compute nothing beside."""
     host_link: float = 1.0
     """The share of the host link's bandwidth that copies reach."""
     hidden: float = 0.0
