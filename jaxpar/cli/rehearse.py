@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -16,6 +16,7 @@ from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config, load_config
 from jaxpar.base.console import check_folders, check_pictures, console
 from jaxpar.base.errors import UserError, visible
+from jaxpar.base.prices import read_prices
 from jaxpar.cli.arguments import ConfigArgs, config_args
 from jaxpar.plan import resolve_and_compile
 from jaxpar.plan.choose_order import choose_order, order_parts
@@ -75,6 +76,10 @@ class RehearseArgs(ConfigArgs):
     """Compare with a report that --json wrote (FILE.json), or with a config as it stands, which is
     rehearsed on the same target.
     """
+    prices: str = ""
+    """Price by what a GPU of yours was measured to reach: the prices.toml of `make gpu
+    PIECES=prices`, in place of the shares of the chip's file.
+    """
     measured: str = ""
     """Scale the seconds of compute by a step that was measured on this target: a run folder, or
     the time of a step of CONFIG without the flags that change it, such as 1.453s or 850ms.
@@ -93,6 +98,9 @@ def rehearse_command(words: list[str]) -> int:
             "rehearse needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them"
         )
     target = load_target(args.target)
+    if args.prices:
+        hardware = replace(target.hardware, prices=read_prices(Path(args.prices)))
+        target = replace(target, hardware=hardware)
     rules = parse_rules(args.fail_on)
     quiet = args.json == "-"
     if quiet and args.against:
