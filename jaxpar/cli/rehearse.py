@@ -20,10 +20,15 @@ from jaxpar.base.prices import read_prices
 from jaxpar.cli.arguments import ConfigArgs, config_args
 from jaxpar.plan import resolve_and_compile
 from jaxpar.plan.choose_order import choose_order, order_parts
-from jaxpar.rehearse.calibration import MeasuredStep, measured_step
 from jaxpar.rehearse.graph.graph_tables import graph_parts
 from jaxpar.rehearse.graph.report import write_graph
-from jaxpar.rehearse.of_config import on_target, rehearse, unfused
+from jaxpar.rehearse.of_config import (
+    MeasuredStep,
+    measured_step,
+    on_target,
+    rehearse,
+    unfused,
+)
 from jaxpar.rehearse.report.alive import alive_table
 from jaxpar.rehearse.report.comparison import compare, comparison_parts, read_report
 from jaxpar.rehearse.report.lint import parse_rules

@@ -8,9 +8,7 @@ import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
-from jaxpar.base.config import Config, load_config
 from jaxpar.base.errors import UserError
 from jaxpar.hlo.program.tasks import Program, walk_paths
 from jaxpar.rehearse.compiled import Compiled
@@ -27,43 +25,41 @@ _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _HALVINGS = 40
 
 
-class MeasuredStep(NamedTuple):
-    """The training step of a config that was measured."""
-
-    config: Config
-    seconds: float
-
-
-def measured_step(text: str, config: Config) -> MeasuredStep:
-    """Read what `--measured` was given.
-
-    Args:
-      text: a run folder, or the seconds of a step of `config`: `1.453s`, `850ms`.
-      config: the config that a number is of.
+def written_seconds(text: str) -> float:
+    """Read a time such as `1.453s` or `850ms`; 0 = it is none.
 
     Raises:
-      UserError: it is neither, or the run has measured no step.
+      UserError: it is a time, and no number that a step can take.
     """
     number = re.fullmatch(r"([\d.]+(?:e-?\d+)?)\s*(s|ms|us)", text)
-    if number:
-        try:
-            seconds = float(number[1]) * _UNITS[number[2]]
-        except ValueError:
-            seconds = 0.0
-        if seconds <= 0:
-            raise UserError(f"measured: {text!r} are no seconds of a step: try 1.453s or 850ms")
-        return MeasuredStep(config, seconds)
-    if not (Path(text) / METRICS).is_file():
+    if not number:
+        return 0.0
+    try:
+        seconds = float(number[1]) * _UNITS[number[2]]
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise UserError(f"measured: {text!r} are no seconds of a step: try 1.453s or 850ms")
+    return seconds
+
+
+def seconds_of_run(folder: str) -> float:
+    """Return the seconds of a step of a run: the median of its steps, without the first, which has
+    the compilation in it.
+
+    Raises:
+      UserError: it is no run folder, or the run has measured no step.
+    """
+    if not (Path(folder) / METRICS).is_file():
         raise UserError(
-            f"measured: {text!r} is neither a run folder with {METRICS} nor the time of a step: "
+            f"measured: {folder!r} is neither a run folder with {METRICS} nor the time of a step: "
             "try runs/NAME, 1.453s or 850ms"
         )
-    times = [row.get("step_seconds") for row in read_metrics(Path(text))]
+    times = [row.get("step_seconds") for row in read_metrics(Path(folder))]
     known = [float(one) for one in times if isinstance(one, int | float) and one > 0]
     if not known:
-        raise UserError(f"measured: {text}/{METRICS} has no step_seconds: the run made no step")
-    # the first has the compilation in it, where there are others
-    return MeasuredStep(load_config(text), statistics.median(known[1:] or known))
+        raise UserError(f"measured: {folder}/{METRICS} has no step_seconds: the run made no step")
+    return statistics.median(known[1:] or known)
 
 
 def calibrate(compiled: Compiled, seconds: float) -> tuple[Target, Calibration]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxpar.base.config import Config
+from jaxpar.base.config import Config, load_config
 from jaxpar.base.config.checks import check, require_settled
 from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import Say
@@ -18,7 +18,7 @@ from jaxpar.base.layout.mesh import MESH_AXES, describe
 from jaxpar.base.layout.placements import placements
 from jaxpar.hlo.fusions import joining_fusions, operations
 from jaxpar.hlo.program.parse import parse_module
-from jaxpar.rehearse.calibration import MeasuredStep, calibrate
+from jaxpar.rehearse.calibration import calibrate, seconds_of_run, written_seconds
 from jaxpar.rehearse.compiled import Compiled, compile_for
 from jaxpar.rehearse.graph.report import edges_of, fused_row
 from jaxpar.rehearse.graph.runs import unrolled
@@ -45,6 +45,29 @@ class CompiledStep(NamedTuple):
     compiled: Compiled
     notes: tuple[str, ...] = ()
     """The notes on what could not be counted exactly of the plan's collectives."""
+
+
+class MeasuredStep(NamedTuple):
+    """The training step of a config that was measured."""
+
+    config: Config
+    seconds: float
+
+
+def measured_step(text: str, config: Config) -> MeasuredStep:
+    """Read a measured step.
+
+    Args:
+      text: a run folder, or the seconds of a step of `config`: `1.453s`, `850ms`.
+      config: the config that a number is of.
+
+    Raises:
+      UserError: it is neither, or the run has measured no step.
+    """
+    if seconds := written_seconds(text):
+        return MeasuredStep(config, seconds)
+    seconds = seconds_of_run(text)
+    return MeasuredStep(load_config(text), seconds)
 
 
 def rehearse(

@@ -14,8 +14,9 @@ from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.hlo.program.tasks import Collective, Program, Task
 from jaxpar.rehearse import calibration
-from jaxpar.rehearse.calibration import calibrate, measured_step, scale_compute
+from jaxpar.rehearse.calibration import calibrate, scale_compute
 from jaxpar.rehearse.cost import Cost
+from jaxpar.rehearse.of_config import measured_step
 from jaxpar.rehearse.targets import load_target
 from jaxpar.rehearse.timeline import Priced, replay
 
