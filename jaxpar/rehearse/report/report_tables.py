@@ -246,9 +246,9 @@ def summary(report: Rehearsal) -> list[tuple[str, str]]:
         *(
             (
                 "KERNELS",
-                f"{row['op']} priced as {row['priced']}; the target runs {row['runs']}, which "
-                "is not here: "
-                f"{row['install']}",
+                f"{row['op']} compiled as {row['priced']}, with the time of "
+                f"{row.get('time', row['priced'])}'s; the target runs {row['runs']}, which is not "
+                f"here: {row['install']}",
             )
             for row in report.get("kernels", [])
         ),
