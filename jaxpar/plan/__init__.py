@@ -4,7 +4,8 @@ the bytes and time that they take.
 `resolve` settles a config's `overlap = auto` and its `memory.budget`, for the devices at hand or
 for a target; `memory_account` predicts where the bytes of its step are.
 
-Its rooms, in the order in which they are read: `communication` lists what a plan sends, and
+Its rooms, in the order in which they are read: `candidate` is a choice of plan, and `closed_form`
+says what one costs without tracing it. `communication` lists what a plan sends, and
 `memory_account` where its bytes are. `choose_remat` prices each way to treat an activation, and
 `memory_search` finds what fits; `choose_overlap` and `choose_order` try forms and orders of a step.
 `budget` puts these together as `resolve`. `settings` are named changes of a config,
