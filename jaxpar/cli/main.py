@@ -57,6 +57,9 @@ COMMANDS = {
     "rehearse": Command(
         "compile the step for absent hardware: memory, time, exposed communication", "rehearse"
     ),
+    "plan": Command(
+        "the fastest layout of a config on absent hardware, and why it is this one", "plan"
+    ),
     "compose": Command(
         "rehearse settings alone, in pairs and together: which add up, which cancel", "compose"
     ),
