@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -257,7 +257,7 @@ def _elastic(
         out = args.out.removesuffix(".toml")
         _write(
             answer,
-            replace(args, json="", picture=""),
+            args,
             say,
             command,
             f"{out}_{count}.toml" if out else "",

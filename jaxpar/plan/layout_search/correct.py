@@ -14,28 +14,27 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.layout_search.memory_choices import Priced
 from jaxpar.plan.rehearsal_cache import Figures
 
-_NEAR = 1.5
-"""The number of differences at which a rehearsal counts e times less."""
+_NEAR = 1.0
+"""The differences at which a rehearsal counts e times less."""
 _PRIOR = 0.02
 """The weight of the closed forms themselves, beside a rehearsal of the same plan, which has 1."""
 
 _KIND: tuple[Callable[[Candidate], object], ...] = (
-    lambda one: one.size("tensor"),
-    lambda one: one.size("stage"),
-    lambda one: one.size("context"),
-    lambda one: one.size("expert"),
-    lambda one: one.size("fsdp"),
-    lambda one: one.size("data"),
     lambda one: one.dcn,
     lambda one: one.policy,
     lambda one: one.keep,
     lambda one: (one.optimizer, one.parameters),
-    lambda one: one.accumulation * one.microbatches,
     lambda one: (one.zero, one.virtual, one.schedule),
     lambda one: one.overlap,
     lambda one: one.loss_mib,
 )
-"""What makes two plans unlike each other."""
+"""What makes two plans unlike each other, beside the sizes of their axes."""
+_SPLIT = 2.0
+"""The difference between a plan that splits along an axis and one that does not."""
+_TWICE = 0.25
+"""The difference between two plans of which one has twice the devices along an axis, or twice the
+microbatches.
+"""
 
 
 class Rehearsed(NamedTuple):
@@ -111,9 +110,19 @@ class Correction(NamedTuple):
         return next(same, None)
 
 
-def unlike(one: Candidate, other: Candidate) -> int:
-    """Count the ways in which two plans differ."""
-    return sum(read(one) != read(other) for read in _KIND)
+def unlike(one: Candidate, other: Candidate) -> float:
+    """Say how unlike two plans are; a whole number of differences, where sizes count by how often
+    one is twice the other.
+    """
+    found = float(sum(read(one) != read(other) for read in _KIND))
+    for size, than in zip(one.sizes, other.sizes, strict=True):
+        found += _SPLIT * ((size > 1) != (than > 1)) + _TWICE * _doublings(size, than)
+    batching = one.accumulation * one.microbatches
+    return found + _TWICE * _doublings(batching, other.accumulation * other.microbatches)
+
+
+def _doublings(one: int, other: int) -> float:
+    return abs(math.log2(one / other))
 
 
 def _weight(one: Candidate, other: Candidate) -> float:

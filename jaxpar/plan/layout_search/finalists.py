@@ -32,7 +32,7 @@ MOST_CONTENDERS = 48
 _FARTHER = 3
 """The differences by which the second plan of the first round is unlike the first."""
 _REFUSED_BY = 0.02
-"""The share of the budget by which a plan is taken to be too large, where the compiler refused it."""
+"""The share of the budget by which a plan that the compiler refused is taken to be too large."""
 _NEAR = 1.05
 """The multiple of a plan's time up to which its other policies are contenders too."""
 
@@ -140,7 +140,7 @@ def _next(best: Sequence[Priced], correction: Correction, count: int) -> list[Pr
 
 
 def _rehearsed(plan: Priced, outcome: Outcome, budget: float) -> Rehearsed:
-    """Note what became of a plan, and by how much it is too large where that is all that is known."""
+    """Note what became of a plan; of one that the compiler refused, by how much it is too large."""
     over = 0.0
     figures = outcome.figures
     if outcome.too_large:
@@ -164,6 +164,14 @@ def _outcome(one: Rehearsed) -> str:
     return f"{text}: {one.refused}" if one.refused else text
 
 
+def winner_of(best: Sequence[Priced], correction: Correction) -> Priced | None:
+    """Return the fastest plan that was rehearsed and fits, or where there is none the best
+    contender.
+    """
+    known = [one.plan for one in correction.rehearsed if one.fits]
+    return min(known or best[:1], key=correction.seconds, default=None)
+
+
 def found(plan: Priced, correction: Correction) -> Found:
     """Say what is known of a plan."""
     known = correction.of(plan.candidate)
@@ -171,11 +179,13 @@ def found(plan: Priced, correction: Correction) -> Found:
     return Found(plan.candidate, correction.seconds(plan), correction.bytes(plan), plan, figures)
 
 
-def runners_up(best: Sequence[Priced], correction: Correction, most: int) -> list[Found]:
-    """List the next plans after the first, one for each mesh."""
-    seen = {best[0].candidate.sizes} if best else set()
+def runners_up(
+    winner: Priced | None, best: Sequence[Priced], correction: Correction, most: int
+) -> list[Found]:
+    """List the next plans beside the winner, one for each mesh."""
+    seen = {winner.candidate.sizes} if winner else set()
     listed = []
-    for plan in best[1:]:
+    for plan in best:
         if plan.candidate.sizes not in seen and len(listed) < most:
             seen.add(plan.candidate.sizes)
             listed.append(found(plan, correction))

@@ -14,7 +14,8 @@ from jaxpar.base.errors import Say, UserError
 from jaxpar.parallel.host_memory import check_offload
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.closed_form import Estimate
-from jaxpar.plan.layout_search.answer import Answer
+from jaxpar.plan.layout_search.answer import Answer, plan_text
+from jaxpar.plan.layout_search.correct import Correction
 from jaxpar.plan.layout_search.explain import changes_of, losers
 from jaxpar.plan.layout_search.facts import facts_of
 from jaxpar.plan.layout_search.finalists import (
@@ -23,9 +24,10 @@ from jaxpar.plan.layout_search.finalists import (
     found,
     rehearse_finalists,
     runners_up,
+    winner_of,
 )
 from jaxpar.plan.layout_search.infeasible import by_kind
-from jaxpar.plan.layout_search.layouts import Layout, layouts
+from jaxpar.plan.layout_search.layouts import Layout, layouts, no_mesh
 from jaxpar.plan.layout_search.memory_choices import Price, Priced, ladder_of
 from jaxpar.plan.layout_search.processes import Outcome, rehearse_all, verify_apart
 from jaxpar.plan.layout_search.rank import rank
@@ -109,6 +111,8 @@ def search(
     price = price_of(request)
     meshes = layouts(request, facts)
     ranking = rank(request, facts, meshes, ladder, price, say)
+    if not meshes:
+        ranking.refused.append((no_mesh(request), ladder.size))
     say(
         f"{ranking.count:,} plans on {len(meshes):,} meshes in {ranking.seconds:.1f} s, "
         f"{ranking.priced:,} of them priced one by one; {len(ranking.plans):,} contenders fit"
@@ -118,7 +122,9 @@ def search(
         place = folder or Path(own)
         measure = measure or _processes(target, place)
         correction, best = rehearse_finalists(of, measure, rehearsals, WORKERS, say)
-    winner = best[0] if best else None
+    winner = winner_of(best, correction)
+    if winner is not None and rehearsals:
+        notes += _unsettled(winner, best, correction)
     settled = None if winner is None else check(request.config_of(winner.candidate))
     verified = None
     if settled is not None and verify:
@@ -131,7 +137,7 @@ def search(
         request=request,
         best=None if winner is None else found(winner, correction),
         config=settled,
-        runners_up=tuple(runners_up(best, correction, _RUNNERS_UP)),
+        runners_up=tuple(runners_up(winner, best, correction, _RUNNERS_UP)),
         rehearsed=correction.rehearsed,
         lost=tuple(losers(ranking, winner, ladder.size) if winner else ()),
         refused=by_kind(ranking.refused),
@@ -179,6 +185,16 @@ def _may_offload(request: Request, has_compiler: bool, notes: list[str]) -> bool
         notes.append(f"nothing is offloaded: {refused}")
         return False
     return True
+
+
+def _unsettled(winner: Priced, best: Sequence[Priced], correction: Correction) -> list[str]:
+    """Say that a plan which was not rehearsed is expected to be faster, or that none was."""
+    if correction.of(winner.candidate) is None:
+        return ["no plan that was rehearsed fits: raise --rehearsals"]
+    if correction.seconds(best[0]) < correction.seconds(winner):
+        name = plan_text(best[0].candidate)
+        return [f"{name} is expected to be faster, and was not rehearsed: raise --rehearsals"]
+    return []
 
 
 def _nearest_ranked(winner: Priced, plans: Sequence[Priced]) -> Priced:

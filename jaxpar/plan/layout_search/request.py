@@ -116,6 +116,10 @@ class Request:
         )
         return fixed and self.allows(candidate)
 
+    def is_of_mesh(self, key: str) -> bool:
+        """Return whether a key is the size of a mesh axis."""
+        return key in _MESH_KEYS
+
     def fixes_axis(self, axis: str) -> bool:
         """Return whether the size of a mesh axis is fixed."""
         return any(key in self.fixed for key in (axis, f"mesh.{axis}", f"mesh.dcn.{axis}"))
@@ -209,7 +213,7 @@ def fixed_key(key: str) -> str:
 
 
 def is_chosen(key: str) -> bool:
-    """Return whether a search chooses a dotted key, so that a flag of it is a value that is fixed."""
+    """Return whether a search chooses a dotted key, so that a flag of it is a fixed value."""
     return key in _READ
 
 
