@@ -36,6 +36,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, permutations
+from typing import NamedTuple
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware
@@ -61,7 +62,7 @@ class CollectiveTime:
 
 
 @dataclass(frozen=True, slots=True)
-class _Leg:
+class Leg:
     """A level of the network that a collective uses."""
 
     lanes: tuple[str, ...]
@@ -72,7 +73,7 @@ class _Leg:
     hops: float
 
 
-Legs = tuple[_Leg, ...]
+Legs = tuple[Leg, ...]
 """The legs of one algorithm: they follow one another in a torus, and run all at once elsewhere."""
 
 
@@ -105,11 +106,11 @@ def collective_time(
                 f"a {kind} needs: write it in the file of its chip, meshes/chips"
             )
     together = hardware.ici.kind != "torus" or kind == "ppermute"
-    times = [_time(legs, together, collective.bytes, hardware) for legs in routes]
+    times = [legs_time(legs, together, collective.bytes, hardware) for legs in routes]
     return min(times, key=lambda time: time.seconds)
 
 
-def _time(legs: Legs, together: bool, size: int, hardware: Hardware) -> CollectiveTime:
+def legs_time(legs: Legs, together: bool, size: int, hardware: Hardware) -> CollectiveTime:
     """Compute the time of an algorithm with the protocol that is fastest for this size."""
     moving = [leg.load * size / leg.bandwidth for leg in legs]
     transfer = max(moving) if together else sum(moving)
@@ -146,27 +147,66 @@ def _routes(
 
 
 def _on_switches(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> tuple[Legs, ...]:
-    inside = hardware.ici.links * hardware.ici.link_bandwidth
     if kind == "ppermute":
         far = [start.slice != end.slice for start, end in groups]
-        near = _Leg(("nvlink",), 1.0, inside, 1)
-        net = _Leg(("dcn",), 1.0, hardware.dcn_bandwidth, 1)
-        return (((near,) if not all(far) else ()) + ((net,) if any(far) else ()),)
-    size = max(map(len, groups))
+        return (switch_messages(near=not all(far), far=any(far), hardware=hardware),)
     counts = [Counter(position.slice for position in group).values() for group in groups]
-    nodes = max(map(len, counts))
-    # The node with the fewest devices of a group has the fewest NICs; the one with the most has
-    # most to exchange.
-    few = min(min(count) for count in counts)
-    many = max(max(count) for count in counts)
+    spread = Spread(
+        size=max(map(len, groups)),
+        nodes=max(map(len, counts)),
+        few=min(min(count) for count in counts),
+        many=max(max(count) for count in counts),
+    )
+    return switch_legs(kind, spread, hardware)
+
+
+class Spread(NamedTuple):
+    """How the members of a group lie in nodes.
+
+    Attributes:
+      size: the members of a group.
+      nodes: the nodes that have some of them.
+      few: the fewest members in a node, which has the fewest NICs.
+      many: the most members in a node, which has most to exchange.
+    """
+
+    size: int
+    nodes: int
+    few: int
+    many: int
+
+
+def switch_messages(near: bool, far: bool, hardware: Hardware) -> Legs:
+    """Plan messages between GPUs.
+
+    Args:
+      near: whether some stay inside a node.
+      far: whether some go to another node.
+    """
+    found = list[Leg]()
+    if near:
+        inside = hardware.ici.links * hardware.ici.link_bandwidth
+        found.append(Leg(("nvlink",), 1.0, inside, 1))
+    if far:
+        found.append(Leg(("dcn",), 1.0, hardware.dcn_bandwidth, 1))
+    return tuple(found)
+
+
+def switch_legs(kind: CollectiveKind, spread: Spread, hardware: Hardware) -> tuple[Legs, ...]:
+    """List the algorithms of a collective of GPUs in nodes, from the spread of its groups alone."""
+    inside = hardware.ici.links * hardware.ici.link_bandwidth
+    size = spread.size
+    nodes = spread.nodes
+    few = spread.few
+    many = spread.many
 
     def legs(in_node: float, across: float, hops: float, net_hops: float) -> Legs:
         if many > 1:
-            near = (_Leg(("nvlink",), in_node, inside, hops),)
+            near = (Leg(("nvlink",), in_node, inside, hops),)
         else:
             near = ()
         return near + (
-            (_Leg(("dcn",), across, hardware.dcn_bandwidth, net_hops),) if nodes > 1 else ()
+            (Leg(("dcn",), across, hardware.dcn_bandwidth, net_hops),) if nodes > 1 else ()
         )
 
     if kind == "all-to-all":
@@ -187,12 +227,12 @@ def _on_switches(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> tup
         many - 1,
         math.ceil(math.log2(nodes)),
     )
-    return _twice(ring), _twice(tree)
+    return twice(ring), twice(tree)
 
 
-def _twice(legs: Legs) -> Legs:
+def twice(legs: Legs) -> Legs:
     """Double the legs: an all-reduce is a reduce-scatter and an all-gather."""
-    return tuple(_Leg(leg.lanes, 2 * leg.load, leg.bandwidth, 2 * leg.hops) for leg in legs)
+    return tuple(Leg(leg.lanes, 2 * leg.load, leg.bandwidth, 2 * leg.hops) for leg in legs)
 
 
 # A torus has slices, and its chips may have two halves.
@@ -210,7 +250,7 @@ def _on_torus(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> Legs:
     legs = []
     if cores > 1:
         load = (cores - 1) / (size if exchange else cores)
-        legs.append(_Leg(("chip",), load, hardware.ici.chip_bandwidth, 1))
+        legs.append(Leg(("chip",), load, hardware.ici.chip_bandwidth, 1))
     if within > 1:
         legs.append(
             _all_to_all(parts, 1 / slices, hardware)
@@ -219,9 +259,9 @@ def _on_torus(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> Legs:
         )
     if slices > 1:
         load = (slices - 1) / slices / (1 if exchange else cores * within)
-        legs.append(_Leg(("dcn",), load, hardware.dcn_bandwidth, slices - 1))
+        legs.append(Leg(("dcn",), load, hardware.dcn_bandwidth, slices - 1))
     if kind == "all-reduce":
-        return _twice(tuple(legs))
+        return twice(tuple(legs))
     return tuple(legs)
 
 
@@ -306,7 +346,7 @@ def _sides(group: tuple[Position, ...]) -> tuple[tuple[int, ...], ...] | None:
     return None
 
 
-def _gather(groups: Seats, part: float, hardware: Hardware) -> _Leg:
+def _gather(groups: Seats, part: float, hardware: Hardware) -> Leg:
     """Plan an all-gather or reduce-scatter of `part` of the bytes in each group, which lies in one
     slice and core.
     """
@@ -316,7 +356,7 @@ def _gather(groups: Seats, part: float, hardware: Hardware) -> _Leg:
     boxes = [_sides(group) for group in groups]
     if None in boxes:
         hops = max([_ring(load, group) for group in groups]) / 2
-        return _Leg(
+        return Leg(
             load.lanes, part * (size - 1) / size * max(load.busiest.values()), bandwidth, hops
         )
     for line in (line for group in groups for line in _lines(group)):
@@ -324,7 +364,7 @@ def _gather(groups: Seats, part: float, hardware: Hardware) -> _Leg:
     # Each axis takes data in proportion to what it can carry.
     share = sum(1 / busiest for busiest in load.busiest.values())
     hops = max(_reach(box, hardware) for box in boxes if box)
-    return _Leg(load.lanes, part * (size - 1) / size / share, bandwidth, hops)
+    return Leg(load.lanes, part * (size - 1) / size / share, bandwidth, hops)
 
 
 def _reach(box: tuple[tuple[int, ...], ...], hardware: Hardware) -> int:
@@ -354,7 +394,7 @@ def _ring(load: _Load, members: tuple[Position, ...]) -> int:
     return hops
 
 
-def _all_to_all(groups: Seats, part: float, hardware: Hardware) -> _Leg:
+def _all_to_all(groups: Seats, part: float, hardware: Hardware) -> Leg:
     """Spread `part` of every member's bytes evenly over its group, along shortest ways."""
     load = _Load(hardware)
     hops = 0
@@ -366,7 +406,7 @@ def _all_to_all(groups: Seats, part: float, hardware: Hardware) -> _Leg:
             for here, there in permutations(line, 2):
                 hops = max(hops, load.send(here, there, part / len(line)))
         hops = max(hops, _reach(box, hardware) if box else 0)
-    return _Leg(
+    return Leg(
         load.lanes,
         max(load.busiest.values()),
         hardware.ici.link_bandwidth,
@@ -389,10 +429,10 @@ def _messages(pairs: Seats, hardware: Hardware) -> Legs:
             hops = max(hops, load.send(start, end, 1.0))
     legs = []
     if cores:
-        legs.append(_Leg(("chip",), 1.0, hardware.ici.chip_bandwidth, 1))
+        legs.append(Leg(("chip",), 1.0, hardware.ici.chip_bandwidth, 1))
     if load.busiest:
         legs.append(
-            _Leg(
+            Leg(
                 load.lanes,
                 max(load.busiest.values()),
                 hardware.ici.link_bandwidth,
@@ -400,5 +440,5 @@ def _messages(pairs: Seats, hardware: Hardware) -> Legs:
             )
         )
     if slices:
-        legs.append(_Leg(("dcn",), 1.0, hardware.dcn_bandwidth, 1))
+        legs.append(Leg(("dcn",), 1.0, hardware.dcn_bandwidth, 1))
     return tuple(legs)

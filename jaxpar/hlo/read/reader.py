@@ -50,7 +50,7 @@ from jaxpar.hlo.read.values import (
     part_of_state,
 )
 from jaxpar.hlo.work.collectives import Devices, devices_of, paired_send
-from jaxpar.hlo.work.flops import KernelCost
+from jaxpar.base.kernel_work import KernelCost
 from jaxpar.hlo.work.trips import Scalar, initial_state, invariant, trip_count
 
 _PAIRED = ("recv", "recv-done", "send-done")
