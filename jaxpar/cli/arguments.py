@@ -226,6 +226,29 @@ def flag_words(words: list[str]) -> list[str]:
     return found
 
 
+def take_words(flag: str, words: list[str]) -> tuple[list[str], list[str]]:
+    """Take the words of a flag, `--over`, out of others.
+
+    Returns:
+      The words that follow each such flag, or its `=`, up to the next flag, and all others.
+    """
+    taken: list[str] = []
+    rest: list[str] = []
+    inside = False
+    for word in words:
+        if word == flag:
+            inside = True
+        elif word.startswith(f"{flag}="):
+            inside = True
+            taken.append(word.removeprefix(f"{flag}="))
+        elif inside and not word.startswith("-"):
+            taken.append(word)
+        else:
+            inside = False
+            rest.append(word)
+    return taken, rest
+
+
 def plain_name(target: str) -> str:
     """Write the name of a target, `v5p:4x4x8`, without the characters that the name of a folder may
     not have.

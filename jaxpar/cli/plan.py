@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MESH_AXES
 from jaxpar.base.ranges import Range
 from jaxpar.base.toml import flatten
-from jaxpar.cli.arguments import config_args, flag_words, given_keys, plain_name
+from jaxpar.cli.arguments import config_args, flag_words, given_keys, plain_name, take_words
 from jaxpar.cli.flags import flags_of, read_flags
 from jaxpar.plan.budget import read_size
 from jaxpar.plan.layout_search import Answer, search
@@ -82,13 +82,15 @@ def plan_command(words: list[str]) -> int:
     """jaxpar plan CONFIG --target T [--global-batch B|--tokens N] [--budget GiB] [--fix K=V]
     [--forbid NAME] [--fit|--elastic A,B] [--out FILE.toml] [--section.key value ...]
     """
-    name, args = config_args(plan_command.__doc__, PlanArgs, words)
+    fix, others = take_words("--fix", words)
+    name, args = config_args(plan_command.__doc__, PlanArgs, others)
+    args = replace(args, fix=tuple(fix))
     _require_flags(args)
     say: Callable[[RenderableType], None] = console().print
     if args.json == "-":
         say = _say_nothing
     command = " ".join(["jaxpar plan", *words])
-    find = _search(name, args, words, say)
+    find = _search(name, args, others, say)
     if args.fit:
         return _fit(args, find, say, command)
     if args.elastic:
@@ -167,7 +169,8 @@ def _fixed(args: PlanArgs, words: list[str]) -> dict[str, Any]:
         key, equals, value = word.partition("=")
         if not equals:
             raise UserError(f"--fix takes a key with its value, tensor=8: found {word!r}")
-        fixed[fixed_key(key)] = _value(key, value)
+        known = fixed_key(key)
+        fixed[known] = _value(known, value)
     return fixed
 
 

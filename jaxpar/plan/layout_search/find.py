@@ -27,7 +27,7 @@ from jaxpar.plan.layout_search.finalists import (
     winner_of,
 )
 from jaxpar.plan.layout_search.infeasible import by_kind
-from jaxpar.plan.layout_search.layouts import Layout, layouts, no_mesh
+from jaxpar.plan.layout_search.layouts import Layout, layouts, nothing_left
 from jaxpar.plan.layout_search.memory_choices import Price, Priced, ladder_of
 from jaxpar.plan.layout_search.processes import Outcome, rehearse_all, verify_apart
 from jaxpar.plan.layout_search.rank import rank
@@ -111,8 +111,8 @@ def search(
     price = price_of(request)
     meshes = layouts(request, facts)
     ranking = rank(request, facts, meshes, ladder, price, say)
-    if not meshes:
-        ranking.refused.append((no_mesh(request), ladder.size))
+    if not ranking.plans and not ranking.refused:
+        ranking.refused.append((nothing_left(request), ladder.size))
     say(
         f"{ranking.count:,} plans on {len(meshes):,} meshes in {ranking.seconds:.1f} s, "
         f"{ranking.priced:,} of them priced one by one; {len(ranking.plans):,} contenders fit"

@@ -71,17 +71,17 @@ def layouts(request: Request, facts: Facts) -> list[Layout]:
     return sorted(found, key=_talk)
 
 
-def no_mesh(request: Request) -> Infeasible:
-    """Say that no mesh of the target's devices has what is fixed without what is forbidden."""
+def nothing_left(request: Request) -> Infeasible:
+    """Say that no plan of the target's devices has what is fixed without what is forbidden."""
     count = request.target.device_count
-    asked = [f"{key}={value}" for key, value in request.fixed.items() if request.is_of_mesh(key)]
+    asked = [f"{key}={value}" for key, value in request.fixed.items()]
     asked += [f"no {name}" for name in sorted(request.forbidden)]
     return Infeasible(
-        "mesh",
-        f"no mesh of {count:,} devices has {', '.join(asked)}",
+        "request",
+        f"no plan of {count:,} devices has {', '.join(asked)}",
         count,
         "devices",
-        "sizes whose product divides them, or fewer that are fixed or forbidden",
+        "fewer choices that are fixed or forbidden, or sizes whose product divides the devices",
     )
 
 

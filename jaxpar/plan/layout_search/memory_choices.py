@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, get_args
 
+from jaxpar.base.errors import UserError
 from jaxpar.base.layout.activation_names import Policy
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.closed_form import Estimate
@@ -69,6 +70,9 @@ def ladder_of(request: Request, has_moments: bool, may_offload: bool) -> Ladder:
     Args:
       has_moments: whether the optimizer has a state that could be offloaded.
       may_offload: whether the target's host memory may be used.
+
+    Raises:
+      UserError: what is fixed uses what is forbidden.
     """
     away = ["device", "offload"] if may_offload else ["device"]
     optimizers = request.options("memory.optimizer", away if has_moments else ["device"])
@@ -84,8 +88,11 @@ def ladder_of(request: Request, has_moments: bool, may_offload: bool) -> Ladder:
                 right = [choice for choice in rung if request.allows(Candidate(**choice))]
                 if right:
                     rungs.append(tuple(right))
-    if not rungs:  # what is fixed is also forbidden, which `make_request` has refused
-        rungs.append(({},))
+    if not rungs:
+        raise UserError(
+            f"what is fixed ({', '.join(map(str, request.fixed))}) uses what is forbidden "
+            f"({', '.join(sorted(request.forbidden))}): leave one of them out"
+        )
     return Ladder(tuple(rungs), rungs[-1][-1] | _most_recomputed(rungs[-1]))
 
 

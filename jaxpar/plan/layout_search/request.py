@@ -14,6 +14,9 @@ from jaxpar.base.hardware import usable_bytes
 from jaxpar.base.layout.activation_names import Keep
 from jaxpar.base.layout.mesh import MESH_AXES
 from jaxpar.base.layout.plan import Overlap, Pipeline
+from jaxpar.base.ranges import require_ranges
+from jaxpar.base.registry import require_names
+from jaxpar.base.toml import flatten
 from jaxpar.plan.candidate import Candidate, changes
 from jaxpar.rehearse.targets import Target
 
@@ -116,10 +119,6 @@ class Request:
         )
         return fixed and self.allows(candidate)
 
-    def is_of_mesh(self, key: str) -> bool:
-        """Return whether a key is the size of a mesh axis."""
-        return key in _MESH_KEYS
-
     def fixes_axis(self, axis: str) -> bool:
         """Return whether the size of a mesh axis is fixed."""
         return any(key in self.fixed for key in (axis, f"mesh.{axis}", f"mesh.dcn.{axis}"))
@@ -180,6 +179,7 @@ def make_request(
             f"program, {has:,}: leave it out"
         )
     known = {fixed_key(key): value for key, value in (fixed or {}).items()}
+    _require_values(config, known)
     for name in forbidden:
         if name not in USES:
             raise UserError(f"--forbid {name!r}{suggest(name, USES)}: there are {', '.join(USES)}")
@@ -196,6 +196,20 @@ def make_request(
         frozenset(forbidden),
         frozenset(may),
     )
+
+
+def _require_values(config: Config, fixed: Mapping[str, Any]) -> None:
+    """Refuse fixed values of another type than their keys', or out of their range."""
+    dotted = {f"mesh.{key}" if key in MESH_AXES else key: value for key, value in fixed.items()}
+    zero = dotted.pop("zero", False)
+    if not isinstance(zero, bool):
+        raise UserError(f"--fix zero is true or false, found {zero!r}")
+    for key, value in dotted.items():
+        if key in _MESH_KEYS and value == -1:
+            raise UserError(f"--fix {key}=-1: give the number of devices")
+    changed = override(config, dotted)
+    require_ranges(Config, dotted)
+    require_names(Config, flatten(changed))
 
 
 def fixed_key(key: str) -> str:
@@ -220,9 +234,7 @@ def is_chosen(key: str) -> bool:
 def _sequences(config: Config, sequences: int, tokens: int) -> int:
     """Return the sequences of a step."""
     if sequences and tokens:
-        raise UserError(
-            "--global-batch counts sequences and --tokens tokens: leave one of them out"
-        )
+        raise UserError("--global-batch is in sequences and --tokens in tokens: leave one out")
     if not tokens:
         return sequences or config.train.batch
     seq_len = config.data.seq_len

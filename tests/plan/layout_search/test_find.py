@@ -218,11 +218,12 @@ TARGETS = ["v5e-8", "v5p-64", "h100x16", "h100x1", "v5e-16x2", "v5e-1"]
 PRESETS = ["tiny", "tiny_moe", "tiny_bert", "gpt2_124m", "llama32_1b"]
 
 
-def test_no_request_ends_in_a_traceback() -> None:
-    """Each of some hundred random requests has an answer, or a line that says what is wrong."""
+@pytest.mark.parametrize("count", [24, pytest.param(1000, marks=pytest.mark.slow)])
+def test_no_request_ends_in_a_traceback(count: int) -> None:
+    """Each of many random requests has an answer, or a line that says what is wrong."""
     draw = random.Random(45)
     answered = 0
-    for _ in range(120):
+    for _ in range(count):
         config = load_config(draw.choice(PRESETS))
         names = draw.sample(sorted(WRONG), draw.randint(0, 3))
         options = {name: draw.choice(WRONG[name]) for name in names}
@@ -234,7 +235,7 @@ def test_no_request_ends_in_a_traceback() -> None:
         answered += 1
         json.dumps(answer.to_json(), allow_nan=False)
         assert answer.best is not None or answer.refused
-    assert answered > 30
+    assert answered > count / 4
 
 
 def test_every_field_of_an_answer_is_written() -> None:
