@@ -56,18 +56,35 @@ def tiling(
     Returns:
       The numbers of chunks and slices, of which one is 1.
     """
-    most = loss_mib * 2**20
     moved = further_split(state_axes(HEAD), (HEAD[0], None), layout)
     if moved:
         of_row = embed * (layout.dtype.itemsize + 4)
     else:
         of_row = 0
+    found, fitting = tiling_of(tokens, rows, of_row, loss_mib)
+    if found.slices > 1:
+        instead = f"in place of chunks of {fitting} tokens: memory.loss_mib is {loss_mib}"
+        say_once(f"loss by {found.slices} slices of the vocabulary, scores made twice, {instead}")
+    return found
+
+
+def tiling_of(tokens: int, rows: int, of_row: int, loss_mib: int) -> tuple[Tiling, int]:
+    """Choose the form of the loss from sizes alone, as `tiling` does.
+
+    Args:
+      of_row: the bytes that a row of the matrix takes where it is gathered, with its gradient; 0 =
+        the matrix is not gathered.
+
+    Returns:
+      The tiling, and the tokens of a chunk that would fit.
+    """
+    most = loss_mib * 2**20
     left = most - rows * of_row
-    most_scores = _SCORES if moved else max(_SCORES, 4 * rows * _CHUNK)
+    most_scores = _SCORES if of_row else max(_SCORES, 4 * rows * _CHUNK)
     fitting = max(min(left, most_scores), 0) // (4 * rows)
     by_chunks = Tiling(-(-tokens // max(fitting // _ROWS * _ROWS, _ROWS)), 1)
-    if fitting >= min(tokens, _CHUNK) or not moved:
-        return by_chunks
+    if fitting >= min(tokens, _CHUNK) or not of_row:
+        return by_chunks, fitting
     divisors = [
         n for n in range(2, rows + 1) if rows % n == 0 and rows // n >= min(rows // 2, _ROWS)
     ]
@@ -78,8 +95,5 @@ def tiling(
     )
     slices = next(fits, 0)
     if not slices and left >= 4 * rows * min(tokens, _ROWS):
-        return by_chunks
-    slices = slices or max(divisors, default=1)
-    instead = f"in place of chunks of {fitting} tokens: memory.loss_mib is {loss_mib}"
-    say_once(f"loss by {slices} slices of the vocabulary, scores made twice, {instead}")
-    return Tiling(1, slices)
+        return by_chunks, fitting
+    return Tiling(1, slices or max(divisors, default=1)), fitting

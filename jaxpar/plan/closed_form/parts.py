@@ -14,6 +14,7 @@ class Bytes(NamedTuple):
       optimizer: the optimizer's state that lies on the device.
       activations: what is kept between forward and backward.
       working: what one block, the loss or the update needs while it runs.
+      host: activations that are kept in host memory, which are no bytes of the device.
     """
 
     parameters: float = 0.0
@@ -21,11 +22,12 @@ class Bytes(NamedTuple):
     optimizer: float = 0.0
     activations: float = 0.0
     working: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        """All of them."""
-        return sum(self)
+        """All that lie on the device."""
+        return sum(self[:5])
 
 
 class Estimate(NamedTuple):

@@ -1,0 +1,321 @@
+"""What a device computes in a step: matmuls, attention and passes over memory, of one block, of the
+lookup and the loss, and of the update.
+
+Shapes: M, K, N are a matmul's rows, inner dim and columns.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from jaxpar.parallel.cross_entropy.choose_tiling import Tiling, tiling_of
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.closed_form.rates import Rates
+from jaxpar.plan.closed_form.sends import expert_rows, kept_names, local_tokens, scored
+from jaxpar.plan.closed_form.shapes import StepShapes
+from jaxpar.plan.closed_form.split import Split, Weight, split_of, weights_of
+
+MADE_BY = {
+    "q": "q",
+    "k": "k",
+    "v": "v",
+    "attention_proj": "out",
+    "mlp_input": "out",
+    "gate": "gate",
+    "up": "up",
+    "shared_gate": "shared_gate",
+    "shared_up": "shared_up",
+    "mlp_out": "down",
+    "expert_out": "down",
+}
+"""The weight that an activation is a product with."""
+
+
+class Matmul(NamedTuple):
+    """A matmul of one device; `groups` = the matrices that its rows are shared out among."""
+
+    name: str
+    rows: float
+    inner: float
+    columns: float
+    groups: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        """Its FLOPs."""
+        return 2.0 * self.rows * self.inner * self.columns
+
+    def seconds(self, rates: Rates, width: int) -> float:
+        """Return its seconds."""
+        each = rates.matmul_seconds(self.rows / self.groups, self.inner, self.columns, width)
+        return self.groups * each
+
+
+class Passes(NamedTuple):
+    """The seconds of the passes of one block in one microbatch, and their kernels."""
+
+    forward: float
+    again: float
+    backward: float
+    kernels: float
+
+
+@lru_cache(maxsize=65536)
+def block_matmuls(shapes: StepShapes, candidate: Candidate) -> tuple[Matmul, ...]:
+    """List the matmuls of one block's forward in one microbatch; its backward has two of each."""
+    split = split_of(shapes, candidate.sizes, candidate.zero)
+    local = local_tokens(shapes, candidate, split)
+    found: list[Matmul] = []
+    for weight in weights_of(shapes, candidate.sizes, candidate.zero):
+        parameter = weight.parameter
+        if parameter.part != "blocks" or not parameter.matrix:
+            continue
+        inner, columns = _sides(weight, shapes, split)
+        groups = 1.0
+        rows = local.tokens
+        if {"heads", "kv_heads"} & set(parameter.axes):
+            rows = local.attention
+        if "experts" in parameter.axes:
+            groups = shapes.experts / split.size("experts")
+            rows *= shapes.experts_per_token
+        elif shapes.experts and parameter.name == "router":
+            rows = local.stream
+        found.append(Matmul(parameter.name, rows, inner, columns, groups))
+    return tuple(found)
+
+
+def _sides(weight: Weight, shapes: StepShapes, split: Split) -> tuple[float, float]:
+    """Return the inner dim and the columns of a device's part of a weight."""
+    axes = weight.parameter.axes
+    sizes = dict(zip(axes, weight.parameter.shape, strict=True))
+    hidden = 1.0
+    for axis, size in sizes.items():
+        if axis not in ("embed", "experts"):
+            hidden *= size / split.size(axis)
+    if "kv_heads" in sizes:  # where kv heads are copied, a device has those of its query heads
+        copied = max(shapes.kv_heads / split.size("heads"), 1.0)
+        hidden = copied * shapes.head_dim
+    embed = float(sizes.get("embed", 1))
+    if axes[-1] == "embed":
+        return hidden, embed
+    return embed, hidden
+
+
+@lru_cache(maxsize=65536)
+def attention_flops(shapes: StepShapes, candidate: Candidate) -> float:
+    """Count the FLOPs of one block's scores and mixed values in one microbatch, forward."""
+    split = split_of(shapes, candidate.sizes, candidate.zero)
+    local = local_tokens(shapes, candidate, split)
+    heads = shapes.heads / split.size("heads")
+    return 4.0 * local.attention * shapes.keys * heads * shapes.head_dim
+
+
+def block_passes(shapes: StepShapes, candidate: Candidate, rates: Rates) -> Passes:
+    """Price the passes of one block in one microbatch."""
+    return _block_passes(shapes, _of_block(candidate), rates)
+
+
+def _of_block(candidate: Candidate) -> Candidate:
+    """Return a candidate without what does not concern a block's compute, so that candidates which
+    differ in that alone are priced once.
+    """
+    return candidate._replace(
+        schedule="", virtual=1, optimizer="", parameters="", moments="", loss_mib=0, overlap=()
+    )
+
+
+@lru_cache(maxsize=65536)
+def _block_passes(shapes: StepShapes, candidate: Candidate, rates: Rates) -> Passes:
+    width = shapes.dtype_bytes
+    kept = kept_names(candidate)
+    made = {one.name for one in shapes.named}
+    keeps_all = candidate.policy == "none" and not candidate.keep
+    flops = attention_flops(shapes, candidate)
+    attention = flops / rates.attention[0]
+    forward = attention
+    backward = 2.5 * flops / rates.attention[1]
+    again = 0.0 if "attention_out" in kept else attention
+    kernels = 4.0
+    for one in block_matmuls(shapes, candidate):
+        seconds = one.seconds(rates, width)
+        forward += seconds
+        backward += 2 * seconds
+        kernels += 3
+        if not keeps_all and _is_made_again(one.name, made, kept):
+            again += seconds
+            kernels += 1
+    moved = elementwise_bytes(shapes, candidate)
+    forward += moved.forward / rates.memory
+    backward += moved.backward / rates.memory
+    if not keeps_all:
+        again += moved.again / rates.memory
+    return Passes(forward, again, backward, kernels + 20)
+
+
+def _is_made_again(weight: str, made: set[str], kept: set[str]) -> bool:
+    """Whether the backward needs a product with a weight that is not kept."""
+    products = [name for name, of in MADE_BY.items() if of == weight and name in made]
+    if weight == "down":
+        return any(name not in kept for name in products)
+    if not products:
+        return True
+    return any(name not in kept for name in products)
+
+
+class Moved(NamedTuple):
+    """The bytes of passes over memory beside matmuls and attention, of one block."""
+
+    forward: float
+    again: float
+    backward: float
+
+
+def elementwise_bytes(shapes: StepShapes, candidate: Candidate) -> Moved:
+    """Count the bytes of norms, residual sums, rotations and activation functions, and of casting
+    weights, of one block in one microbatch.
+
+    A residual sum and the norm after it are one pass that reads two arrays and writes two; their
+    gradient reads and writes three and one more. An activation function reads what the MLP's
+    matmuls made and writes their product's input; its gradient reads these and a gradient, and
+    writes one for each.
+    """
+    split = split_of(shapes, candidate.sizes, candidate.zero)
+    local = local_tokens(shapes, candidate, split)
+    stream = local.stream * shapes.embed * shapes.dtype_bytes
+    sizes = {one.name: local_bytes(one.name, shapes, candidate) for one in shapes.named}
+    hidden = sum(sizes.get(name, 0.0) for name in ("gate", "up", "shared_gate", "shared_up"))
+    product = sizes.get("mlp_hidden", 0.0) + sizes.get("shared_mlp_hidden", 0.0)
+    rotated = sum(sizes.get(name, 0.0) for name in ("q", "k"))
+    rows = sizes.get("expert_input", 0.0)
+    cast = 0.0
+    for weight in weights_of(shapes, candidate.sizes, candidate.zero):
+        if weight.parameter.part == "blocks" and weight.parameter.width > shapes.dtype_bytes:
+            cast += weight.stored * (weight.parameter.width + shapes.dtype_bytes)
+    forward = 8 * stream + 2 * rotated + hidden + product + 4 * rows
+    backward = 12 * stream + 2 * rotated + 2 * hidden + 2 * product + 4 * rows
+    return Moved(forward + cast, forward, backward + cast)
+
+
+def local_bytes(name: str, shapes: StepShapes, candidate: Candidate) -> float:
+    """Count the bytes of a device's part of a named activation of one block in one microbatch."""
+    return named_bytes(shapes, candidate)[name]
+
+
+@lru_cache(maxsize=65536)
+def _named_bytes(
+    shapes: StepShapes, sizes: tuple[int, ...], zero: bool, parts: int
+) -> dict[str, float]:
+    split = split_of(shapes, sizes, zero)
+    tokens = shapes.tokens / parts
+    found: dict[str, float] = {}
+    for one in shapes.named:
+        size = one.token_bytes * tokens
+        if one.of_experts:
+            size *= expert_rows(shapes, split) / shapes.experts_per_token
+        pieces = 1
+        for axis in one.axes:
+            if axis == "kv_heads":
+                axis = _heads_axis(split, shapes)
+                pieces *= min(split.size(axis), shapes.kv_heads)
+            else:
+                pieces *= split.size(axis)
+        found[one.name] = size / pieces
+    return found
+
+
+def _heads_axis(split: Split, shapes: StepShapes) -> str:
+    return "heads" if split.size("heads") > split.size("kv_heads") else "kv_heads"
+
+
+def named_bytes(shapes: StepShapes, candidate: Candidate) -> dict[str, float]:
+    """Count the bytes of a device's part of each named activation of one block in one
+    microbatch.
+    """
+    parts = candidate.accumulation * max(candidate.microbatches, 1)
+    return _named_bytes(shapes, candidate.sizes, candidate.zero, parts)
+
+
+class LossWork(NamedTuple):
+    """The loss of one microbatch on a device.
+
+    Attributes:
+      matmul: the matmul of its tokens with its rows of the vocabulary.
+      times: how many matmuls of this size there are.
+      moved: the bytes of passes over memory.
+      tiling: the pieces in which it works.
+      held: the bytes that it holds: scores, the gathered matrix and its gradient.
+    """
+
+    matmul: Matmul
+    times: int
+    moved: float
+    tiling: Tiling
+    held: float
+
+
+def loss_work(shapes: StepShapes, candidate: Candidate) -> LossWork:
+    """Count what the loss of one microbatch computes on a device: of a part of its tokens where
+    stages share them.
+    """
+    return _loss_work(shapes, candidate._replace(policy="none", keep=(), schedule="", overlap=()))
+
+
+@lru_cache(maxsize=65536)
+def _loss_work(shapes: StepShapes, candidate: Candidate) -> LossWork:
+    split = split_of(shapes, candidate.sizes, candidate.zero)
+    local = local_tokens(shapes, candidate, split)
+    tokens = max(local.tokens / candidate.size("stage"), 1.0)
+    rows = shapes.vocab / split.size("vocab")
+    width = shapes.dtype_bytes
+    moved = any(
+        one.gathered_over or one.scattered_over
+        for one in scored(weights_of(shapes, candidate.sizes, candidate.zero))
+    )
+    of_row = shapes.embed * (width + 4) if moved else 0
+    tiling, _ = tiling_of(math.ceil(tokens), math.ceil(rows), of_row, candidate.loss_mib)
+    times = 3 if tiling.slices == 1 else 4
+    scores = tokens * rows
+    matrix = rows * shapes.embed
+    # Scores are written, and read for their sum and for the gradient, which is written and read.
+    bytes_moved = scores * (4.0 * 3 + 2.0 * width) + 12.0 * matrix * tiling.chunks
+    held = scores / tiling.chunks / tiling.slices * (4 + width) + rows / tiling.slices * of_row
+    return LossWork(Matmul("loss", tokens, shapes.embed, rows), times, bytes_moved, tiling, held)
+
+
+def update_bytes(shapes: StepShapes, candidate: Candidate) -> float:
+    """Count the bytes that the optimizer's step reads and writes: parameters and state both ways,
+    and gradients twice, once for their norm.
+    """
+    stages = candidate.size("stage")
+    total = 0.0
+    for weight in weights_of(shapes, candidate.sizes, candidate.zero):
+        parameter = weight.parameter
+        if not parameter.sums_width:
+            continue
+        entries = weight.state * _layers_here(parameter.layers, stages)
+        state = dict(parameter.state_width)[candidate.moments]
+        total += entries * (2 * parameter.width + 2 * parameter.sums_width + 2 * state)
+    return total
+
+
+def gradient_bytes_added(shapes: StepShapes, candidate: Candidate) -> float:
+    """Count the bytes that adding the gradients of one microbatch to their sums reads and writes."""
+    stages = candidate.size("stage")
+    if candidate.accumulation == 1 and stages == 1:
+        return 0.0
+    return sum(
+        weight.state
+        * _layers_here(weight.parameter.layers, stages)
+        * (4 + 2 * weight.parameter.sums_width)
+        for weight in weights_of(shapes, candidate.sizes, candidate.zero)
+        if weight.parameter.sums_width
+    )
+
+
+def _layers_here(layers: int, stages: int) -> float:
+    """Return how many of a stacked parameter's layers a device has; 1 of one that is not
+    stacked.
+    """
+    return math.ceil(layers / stages) if layers else 1.0
