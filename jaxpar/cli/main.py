@@ -212,7 +212,7 @@ def _list_presets(folder: str) -> int:
     width = max(map(len, found))
     for name, file in found.items():
         print(f"{name:<{width}}  {_first_sentence(file.read_text(encoding='utf-8'))}")
-    print(f"\nuse: jaxpar train {'NAME' if folder == 'configs' else 'CONFIG --on NAME'}")
+    print(f"\nuse: jaxpar train {'NAME' if folder == 'configs' else 'CONFIG --target NAME'}")
     return 0
 
 

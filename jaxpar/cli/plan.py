@@ -24,6 +24,7 @@ from jaxpar.cli.flags import flags_of, read_flags
 from jaxpar.plan.budget import read_size
 from jaxpar.plan.layout_search import Answer, search
 from jaxpar.plan.layout_search.config_file import config_text
+from jaxpar.plan.layout_search.find import REHEARSALS, WORKERS
 from jaxpar.plan.layout_search.other_targets import (
     HERE,
     elastic_plans,
@@ -64,8 +65,10 @@ class PlanArgs:
     elastic: str = ""
     """Numbers of chips that a run may have, 64,32,16: a plan for each, with one batch and one order
     of the data, and checkpoints that all of them read."""
-    rehearsals: Annotated[int, Range(0, 64)] = 6
+    rehearsals: Annotated[int, Range(0, 64)] = REHEARSALS
     """The most plans that are rehearsed; 0 = the closed forms decide, which takes no compiler."""
+    workers: Annotated[int, Range(1, 256)] = WORKERS
+    """How many are rehearsed at a time."""
     no_verify: bool = False
     """Do not compare the plan that was found with one device."""
     out: str = ""
@@ -139,6 +142,7 @@ def _search(
         "forbidden": _split(args.forbid),
         "may": _split(args.may),
         "chip_hour": args.price,
+        "workers": args.workers,
         "say": say,
     }
 

@@ -13,7 +13,7 @@ from jaxpar.base.config.checks import check
 from jaxpar.base.errors import Say, UserError
 from jaxpar.parallel.host_memory import check_offload
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.closed_form import Estimate
+from jaxpar.plan.closed_form import Estimate, estimate, step_shapes
 from jaxpar.plan.layout_search.answer import Answer, plan_text
 from jaxpar.plan.layout_search.correct import Correction
 from jaxpar.plan.layout_search.explain import changes_of, losers
@@ -36,6 +36,7 @@ from jaxpar.rehearse.targets import Target, load_target
 
 REHEARSALS = 6
 WORKERS = 2
+"""The number of rehearsals at a time. One of a pod takes some GB of memory and a core or two."""
 _RUNNERS_UP = 5
 _MESHES_TO_CHANGE = 24
 """The number of the best meshes that are looked at for other requests."""
@@ -55,6 +56,7 @@ def search(
     forbidden: Sequence[str] = (),
     may: Sequence[str] = (),
     rehearsals: int = REHEARSALS,
+    workers: int = WORKERS,
     verify: bool = True,
     chip_hour: float = 0.0,
     folder: Path | None = None,
@@ -74,6 +76,7 @@ def search(
       forbidden: what no plan may use, such as `offload` or `pipeline`.
       may: `moments`, where bfloat16 first moments may be chosen.
       rehearsals: the most plans that are rehearsed; 0 = the closed forms decide.
+      workers: how many are rehearsed at a time, in processes of their own.
       verify: whether the winner is verified.
       chip_hour: the price of a chip for an hour.
       folder: where rehearsals are remembered; None = nowhere beyond this call.
@@ -120,8 +123,8 @@ def search(
     of = Round(request, ladder, price, ranking.plans)
     with tempfile.TemporaryDirectory() as own:
         place = folder or Path(own)
-        measure = measure or _processes(target, place)
-        correction, best = rehearse_finalists(of, measure, rehearsals, WORKERS, say)
+        measure = measure or _processes(target, place, workers)
+        correction, best = rehearse_finalists(of, measure, rehearsals, workers, say)
     winner = winner_of(best, correction)
     if winner is not None and rehearsals:
         notes += _unsettled(winner, best, correction)
@@ -155,8 +158,6 @@ def search(
 
 def closed_forms(request: Request) -> Price:
     """Make what prices the plans of a request by the closed forms."""
-    from jaxpar.plan.closed_form import estimate, step_shapes
-
     shapes = step_shapes(request.config)
 
     def price(candidate: Candidate) -> Estimate:
@@ -165,11 +166,11 @@ def closed_forms(request: Request) -> Price:
     return price
 
 
-def _processes(target: Target, folder: Path) -> Measure:
+def _processes(target: Target, folder: Path, workers: int) -> Measure:
     """Return what rehearses configs in processes of their own."""
 
     def measure(configs: Sequence[Config]) -> list[Outcome]:
-        return rehearse_all(configs, target, folder, WORKERS)
+        return rehearse_all(configs, target, folder, workers)
 
     return measure
 
