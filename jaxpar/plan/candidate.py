@@ -8,6 +8,7 @@ model.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 from jaxpar.base.config import Config
@@ -63,7 +64,7 @@ class Candidate(NamedTuple):
     @property
     def sizes(self) -> tuple[int, ...]:
         """The devices along each axis of `MESH_AXES`, over all slices or nodes."""
-        return tuple(inside * across for inside, across in zip(self.mesh, self.dcn, strict=True))
+        return _sizes(self.mesh, self.dcn)
 
     @property
     def devices(self) -> int:
@@ -73,6 +74,11 @@ class Candidate(NamedTuple):
     def size(self, axis: LogicalAxis) -> int:
         """Return the number of devices along a mesh axis."""
         return self.sizes[_PLACE[axis]]
+
+
+@lru_cache(maxsize=65536)
+def _sizes(mesh: tuple[int, ...], dcn: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(inside * across for inside, across in zip(mesh, dcn, strict=True))
 
 
 _PLACE = {axis: place for place, axis in enumerate(MESH_AXES)}

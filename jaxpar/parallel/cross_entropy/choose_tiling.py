@@ -6,6 +6,8 @@ Shapes: D embed.
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import NamedTuple
 
 from jaxpar.base.layout.sharding import Axes, Layout, state_axes
@@ -85,9 +87,7 @@ def tiling_of(tokens: int, rows: int, of_row: int, loss_mib: int) -> tuple[Tilin
     by_chunks = Tiling(-(-tokens // max(fitting // _ROWS * _ROWS, _ROWS)), 1)
     if fitting >= min(tokens, _CHUNK) or not of_row:
         return by_chunks, fitting
-    divisors = [
-        n for n in range(2, rows + 1) if rows % n == 0 and rows // n >= min(rows // 2, _ROWS)
-    ]
+    divisors = [n for n in _divisors(rows) if n > 1 and rows // n >= min(rows // 2, _ROWS)]
     fits = (
         n
         for n in divisors
@@ -97,3 +97,10 @@ def tiling_of(tokens: int, rows: int, of_row: int, loss_mib: int) -> tuple[Tilin
     if not slices and left >= 4 * rows * min(tokens, _ROWS):
         return by_chunks, fitting
     return Tiling(1, slices or max(divisors, default=1)), fitting
+
+
+@lru_cache(maxsize=64)
+def _divisors(number: int) -> tuple[int, ...]:
+    """Return all divisors of a number, the smallest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))

@@ -1,84 +1,40 @@
-"""The seconds and bytes of a training step under a candidate, put together from its parts."""
+"""The seconds and bytes of a training step under a candidate, put together from its parts.
+
+What concerns a block, the tables, the state and the step is each found once for all candidates that
+do not differ in it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
+from jaxpar.base.layout.mesh import MeshAxis
 from jaxpar.hlo.program.tasks import CollectiveKind
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.closed_form.links import send_seconds
-from jaxpar.plan.closed_form.memory import bytes_of
-from jaxpar.plan.closed_form.parts import Estimate
-from jaxpar.plan.closed_form.rates import Rates, rates_of
-from jaxpar.plan.closed_form.sends import (
-    Send,
-    What,
-    block_sends,
-    lookup_sends,
-    loss_sends,
-    stage_sends,
-    step_sends,
+from jaxpar.plan.closed_form.links import Sizes, Slope, seconds_of, slopes
+from jaxpar.plan.closed_form.memory import (
+    BlockHeld,
+    StateHeld,
+    block_held,
+    blocks_kept,
+    state_held,
 )
+from jaxpar.plan.closed_form.parts import Bytes, Estimate
+from jaxpar.plan.closed_form.rates import Rates, rates_of
+from jaxpar.plan.closed_form.sends import Send
 from jaxpar.plan.closed_form.shapes import StepShapes
+from jaxpar.plan.closed_form.split import weights_of
 from jaxpar.plan.closed_form.ticks import layers_a_tick, ticks_of
+from jaxpar.plan.closed_form.trainers import TRAINERS, Trainer
 from jaxpar.plan.closed_form.work import (
-    Passes,
-    block_passes,
     gradient_bytes_added,
     loss_work,
     update_bytes,
 )
 from jaxpar.rehearse.targets import Target
 
-SendsOf = Callable[[StepShapes, Candidate], tuple[Send, ...]]
-Exposed = Mapping[tuple[What, CollectiveKind], float]
-
-
-@dataclass(frozen=True, eq=False)
-class Trainer:
-    """How a trainer sends and overlaps: what differs between this library and another of which
-    steps were measured.
-
-    Attributes:
-      block, lookup, loss, step, stage: what it sends in each of these.
-      exposed: the share of each kind of collective that compute waits for; 1 where it is not there.
-      dispatch: the seconds in which the host launches a kernel, below which a block cannot take
-        less; 0 = a compiled program launches them.
-      last_stage_scores: whether the last stage has the loss alone.
-      passes: prices a block, where it is not as this library's.
-    """
-
-    block: SendsOf = block_sends
-    lookup: SendsOf = lookup_sends
-    loss: SendsOf = loss_sends
-    step: SendsOf = step_sends
-    stage: SendsOf = stage_sends
-    exposed: Exposed = field(default_factory=dict[tuple[What, CollectiveKind], float])
-    dispatch: float = 0.0
-    last_stage_scores: bool = False
-    passes: Callable[[StepShapes, Candidate, Rates], Passes] = block_passes
-
-
-ON_TPU = Trainer(
-    exposed={
-        ("weights", "all-gather"): 0.1,
-        ("gradients", "all-reduce"): 0.5,
-        ("stream", "all-gather"): 0.5,
-        ("keys", "ppermute"): 0.1,
-        ("stages", "ppermute"): 0.3,
-    }
-)
-ON_GPU = Trainer(
-    exposed={
-        ("weights", "all-gather"): 0.2,
-        ("gradients", "reduce-scatter"): 0.3,
-        ("gradients", "all-reduce"): 0.3,
-        ("keys", "ppermute"): 0.2,
-        ("stages", "ppermute"): 0.3,
-    }
-)
+_REMEMBERED = 2**17
 
 
 def estimate(
@@ -95,52 +51,129 @@ def estimate(
     Raises:
       UserError: the candidate's schedule, or its stages, cannot have these sizes.
     """
-    if trainer is None:
-        trainer = ON_TPU if target.platform == "tpu" else ON_GPU
-    rates = rates_of(target, shapes.compute, shapes.head_dim, shapes.keys)
-    links = _Links(candidate, target, trainer.exposed)
-    passes = trainer.passes(shapes, candidate, rates)
-    sends = trainer.block(shapes, candidate)
-    forward = _with_sends(passes.forward, sends, "forward", links)
-    backward = _with_sends(passes.again + passes.backward, sends, "backward", links)
-    launched = rates.launch * passes.kernels
-    floor = trainer.dispatch * passes.kernels
-    if floor > forward.total + backward.total:
-        launched += floor - forward.total - backward.total
+    on = _system(target, trainer or TRAINERS[target.platform], shapes)
+    block = _block(on, _concerning_block(candidate))
+    tables = _tables(on, _concerning_tables(candidate))
+    once = _once(on, _concerning_state(candidate))
     layers = layers_a_tick(shapes, candidate)
     ticks = ticks_of(candidate)
     parts = candidate.accumulation
-    microbatches = max(candidate.microbatches, 1) * candidate.virtual
-    compute = parts * microbatches * layers * (forward.compute + backward.compute)
-    exposed = parts * microbatches * layers * (forward.exposed + backward.exposed)
-    launches = parts * microbatches * layers * launched
-    idle_forward = (ticks.forward - microbatches) * layers
-    idle_backward = (ticks.backward - microbatches) * layers
-    share = forward.total / max(forward.total + backward.total, 1e-30)
-    bubble = parts * (
-        idle_forward * (forward.total + share * launched)
-        + idle_backward * (backward.total + (1 - share) * launched)
-    )
-    once = _of_tables(shapes, candidate, rates, links, trainer)
-    between = links.exposed_seconds(trainer.stage(shapes, candidate), "forward", "backward")
-    exposed += parts * max(ticks.forward, ticks.backward) * between
-    times = parts * max(candidate.microbatches, 1)
-    compute += times * once.compute
-    exposed += times * (
-        once.exposed + links.exposed_seconds(trainer.stage(shapes, candidate), "once")
-    )
-    exposed += links.exposed_seconds(trainer.step(shapes, candidate), "once")
-    added = gradient_bytes_added(shapes, candidate) / rates.memory
-    update = update_bytes(shapes, candidate) / rates.memory
-    held = bytes_of(shapes, candidate)
+    microbatches = max(candidate.microbatches, 1)
+    runs = parts * microbatches * candidate.virtual * layers
+    forward = block.forward.total + block.launched_forward
+    backward = block.backward.total + block.launched_backward
+    idle_forward = ticks.forward - microbatches * candidate.virtual
+    idle_backward = ticks.backward - microbatches * candidate.virtual
+    times = parts * microbatches
     return Estimate(
-        compute=compute + times * added,
-        exposed=exposed,
-        bubble=bubble,
-        launches=launches,
-        update=update,
-        host=_host_seconds(held.host, shapes, candidate, rates),
-        bytes=held,
+        compute=runs * (block.forward.compute + block.backward.compute)
+        + times * (tables.compute + once.added),
+        exposed=runs * (block.forward.exposed + block.backward.exposed)
+        + times * tables.exposed
+        + parts * max(ticks.forward, ticks.backward) * tables.between
+        + once.exposed,
+        bubble=parts * layers * (idle_forward * forward + idle_backward * backward),
+        launches=runs * (block.launched_forward + block.launched_backward)
+        + times * tables.launched,
+        update=once.update,
+        host=once.host
+        + _HOST_EXPOSED * 2 * parts * once.layers * block.held.offloaded / on.rates.host,
+        bytes=_bytes(shapes, candidate, block.held, tables.held, once.state),
+    )
+
+
+_HOST_EXPOSED = 0.3
+"""The share of the transfers of activations that compute waits for (`plan.choose_remat`)."""
+
+
+def _bytes(
+    shapes: StepShapes, candidate: Candidate, block: BlockHeld, loss: float, state: StateHeld
+) -> Bytes:
+    """Add up the bytes of a device. What a block works with, the loss and the update do not exist
+    at once, so that the largest counts.
+    """
+    blocks = blocks_kept(shapes, candidate)
+    return Bytes(
+        parameters=state.parameters,
+        gradients=state.gradients,
+        optimizer=state.optimizer,
+        activations=blocks * block.kept,
+        working=max(block.working, loss, state.gathered),
+        host=blocks * block.offloaded,
+    )
+
+
+# What candidates share.
+
+
+class _System:
+    """A step on a target, trained in one way. It is compared by identity, which is quick."""
+
+    def __init__(self, target: Target, trainer: Trainer, shapes: StepShapes) -> None:
+        self.target = target
+        self.trainer = trainer
+        self.shapes = shapes
+        self.rates: Rates = rates_of(target, shapes.compute, shapes.head_dim, shapes.keys)
+
+
+@lru_cache(maxsize=64)
+def _system(target: Target, trainer: Trainer, shapes: StepShapes) -> _System:
+    return _System(target, trainer, shapes)
+
+
+_ANY = Candidate()
+
+
+def _concerning_block(candidate: Candidate) -> Candidate:
+    """Return a candidate with only those choices that a block of it depends on."""
+    return _ANY._replace(
+        mesh=candidate.mesh,
+        dcn=candidate.dcn,
+        accumulation=candidate.accumulation,
+        microbatches=candidate.microbatches,
+        policy=candidate.policy,
+        keep=candidate.keep,
+        parameters=candidate.parameters,
+        zero=candidate.zero,
+        overlap=candidate.overlap,
+    )
+
+
+def _concerning_weights(candidate: Candidate) -> Candidate:
+    """Return a candidate with only those choices that what is sent of weights depends on."""
+    recomputes = candidate.policy != "none" or bool(candidate.keep)
+    return _ANY._replace(
+        mesh=candidate.mesh,
+        dcn=candidate.dcn,
+        accumulation=min(candidate.accumulation, 2),
+        policy="full" if recomputes else "none",
+        zero=candidate.zero,
+    )
+
+
+def _concerning_tables(candidate: Candidate) -> Candidate:
+    """Return a candidate with only those choices that its lookup and its loss depend on."""
+    return _ANY._replace(
+        mesh=candidate.mesh,
+        dcn=candidate.dcn,
+        accumulation=candidate.accumulation,
+        microbatches=candidate.microbatches,
+        zero=candidate.zero,
+        loss_mib=candidate.loss_mib,
+    )
+
+
+def _concerning_state(candidate: Candidate) -> Candidate:
+    """Return a candidate with only those choices that its state and update depend on."""
+    return _ANY._replace(
+        mesh=candidate.mesh,
+        dcn=candidate.dcn,
+        accumulation=candidate.accumulation,
+        virtual=candidate.virtual,
+        optimizer=candidate.optimizer,
+        parameters=candidate.parameters,
+        zero=candidate.zero,
+        moments=candidate.moments,
     )
 
 
@@ -156,77 +189,120 @@ class _Pass(NamedTuple):
         return self.compute + self.exposed
 
 
-class _Links(NamedTuple):
-    """The links of a candidate on a target."""
+class _Block(NamedTuple):
+    """One block in one microbatch."""
 
-    candidate: Candidate
-    target: Target
-    shares: Exposed
-
-    def seconds(self, one: Send) -> float:
-        """Return the seconds of a collective, all its times together."""
-        candidate = self.candidate
-        return one.count * send_seconds(
-            one.kind, one.axes, one.bytes, candidate.mesh, candidate.dcn, self.target
-        )
-
-    def share(self, one: Send) -> float:
-        """Return the share that compute waits for."""
-        return self.shares.get((one.what, one.kind), 1.0)
-
-    def exposed_seconds(self, sends: tuple[Send, ...], *during: str) -> float:
-        """Add up what compute waits for."""
-        return sum(self.share(one) * self.seconds(one) for one in sends if one.during in during)
+    forward: _Pass
+    backward: _Pass
+    launched_forward: float
+    launched_backward: float
+    held: BlockHeld
 
 
-def _with_sends(compute: float, sends: tuple[Send, ...], during: str, links: _Links) -> _Pass:
-    """Add to the compute of a pass what it waits for: of each collective its share, and what
-    remains of the others when compute is over.
+@lru_cache(maxsize=_REMEMBERED)
+def _block(on: _System, candidate: Candidate) -> _Block:
+    shapes = on.shapes
+    trainer = on.trainer
+    passes = trainer.passes(shapes, candidate, on.rates)
+    weights = _weights(on, _concerning_weights(candidate))
+    sends = trainer.block(shapes, candidate)
+    forward = _pass(passes.forward, _shared(sends, "forward", on, candidate), weights.forward)
+    backward = _pass(
+        passes.again + passes.backward,
+        _shared(sends, "backward", on, candidate),
+        weights.backward,
+    )
+    busy = forward.total + backward.total
+    launched = on.rates.launch * passes.kernels
+    launched += _waiting(trainer.dispatch * passes.kernels, busy)
+    share = forward.total / busy if busy else 0.5
+    return _Block(
+        forward,
+        backward,
+        share * launched,
+        (1 - share) * launched,
+        block_held(shapes, candidate),
+    )
+
+
+def _waiting(dispatched: float, busy: float) -> float:
+    """Return the seconds that a device waits for a host that launches kernels one by one, beside
+    those that it is busy: where one is much slower than the other, it alone decides, and where both
+    are as fast, they wait for each other in turns.
     """
-    waited = 0.0
-    hidden = 0.0
-    for one in sends:
-        if one.during != during:
-            continue
-        seconds = links.seconds(one)
-        share = links.share(one)
-        waited += share * seconds
-        hidden += (1 - share) * seconds
-    return _Pass(compute, waited + max(hidden - compute, 0.0))
+    if not dispatched:
+        return 0.0
+    return (dispatched**_SHARPNESS + busy**_SHARPNESS) ** (1 / _SHARPNESS) - busy
 
 
-def _of_tables(
-    shapes: StepShapes, candidate: Candidate, rates: Rates, links: _Links, trainer: Trainer
-) -> _Pass:
-    """Price the lookup and the loss of one microbatch."""
+_SHARPNESS = 3.0
+
+
+class _Tables(NamedTuple):
+    """The lookup and the loss of one microbatch, and what stages hand on in a tick."""
+
+    compute: float
+    exposed: float
+    between: float
+    launched: float
+    held: float
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _tables(on: _System, candidate: Candidate) -> _Tables:
+    shapes = on.shapes
+    trainer = on.trainer
     loss = loss_work(shapes, candidate)
-    arithmetic = loss.times * loss.matmul.seconds(rates, shapes.dtype_bytes)
-    compute = arithmetic + loss.moved / rates.memory
+    compute = loss.times * loss.matmul.seconds(on.rates, shapes.dtype_bytes)
+    compute += loss.moved / on.rates.memory
     if trainer.last_stage_scores:
         compute *= candidate.size("stage")
     sends = (*trainer.lookup(shapes, candidate), *trainer.loss(shapes, candidate))
-    return _Pass(compute, links.exposed_seconds(sends, "forward", "backward"))
+    stages = trainer.stage(shapes, candidate)
+    launched = on.rates.launch * trainer.table_kernels
+    launched += _waiting(trainer.dispatch * trainer.table_kernels, compute)
+    return _Tables(
+        compute,
+        _waited(sends, ("forward", "backward"), on, candidate)
+        + _waited(stages, ("once",), on, candidate),
+        _waited(stages, ("forward", "backward"), on, candidate),
+        launched,
+        loss.held,
+    )
 
 
-def _host_seconds(
-    offloaded: float, shapes: StepShapes, candidate: Candidate, rates: Rates
-) -> float:
-    """Return the seconds of transfers to host memory and back that nothing hides."""
-    moved = 2.0 * offloaded * candidate.accumulation * _HOST_EXPOSED
-    stages = candidate.size("stage")
-    return (moved + _state_moved(shapes, candidate, stages)) / rates.host
+class _Once(NamedTuple):
+    """What is done once a step, and its state."""
+
+    added: float
+    """Seconds of adding up the gradients of a microbatch."""
+    update: float
+    exposed: float
+    host: float
+    layers: int
+    state: StateHeld
 
 
-_HOST_EXPOSED = 0.3
-"""The share of the transfers of activations that compute waits for (`plan.choose_remat`)."""
+@lru_cache(maxsize=_REMEMBERED)
+def _once(on: _System, candidate: Candidate) -> _Once:
+    shapes = on.shapes
+    rates = on.rates
+    sends = on.trainer.step(shapes, candidate)
+    return _Once(
+        added=gradient_bytes_added(shapes, candidate) / rates.memory,
+        update=update_bytes(shapes, candidate) / rates.memory,
+        exposed=_waited(sends, ("once",), on, candidate),
+        host=_state_moved(shapes, candidate) / rates.host,
+        layers=layers_a_tick(shapes, candidate) * candidate.virtual,
+        state=state_held(shapes, candidate),
+    )
 
 
-def _state_moved(shapes: StepShapes, candidate: Candidate, stages: int) -> float:
+def _state_moved(shapes: StepShapes, candidate: Candidate) -> float:
     """Count the bytes of parameters and of the optimizer's state that go to host memory or come
     from there in a step.
     """
-    from jaxpar.plan.closed_form.split import weights_of
-
+    stages = candidate.size("stage")
     moved = 0.0
     for weight in weights_of(shapes, candidate.sizes, candidate.zero):
         parameter = weight.parameter
@@ -237,3 +313,73 @@ def _state_moved(shapes: StepShapes, candidate: Candidate, stages: int) -> float
         if candidate.parameters == "offload" and parameter.layers:
             moved += layers * weight.stored * parameter.width * (2 * candidate.accumulation + 2)
     return moved
+
+
+# Collectives.
+
+
+class _Shared(NamedTuple):
+    """The seconds of some collectives: those that compute waits for in any case, and the others."""
+
+    waited: float
+    hidden: float
+
+
+def _shared(sends: tuple[Send, ...], during: str, on: _System, candidate: Candidate) -> _Shared:
+    """Add up the seconds of the collectives of a pass."""
+    waited = 0.0
+    hidden = 0.0
+    for one in sends:
+        if one.during == during:
+            seconds = _seconds(one, on, candidate)
+            share = on.trainer.share(one)
+            waited += share * seconds
+            hidden += (1 - share) * seconds
+    return _Shared(waited, hidden)
+
+
+def _pass(compute: float, first: _Shared, second: _Shared) -> _Pass:
+    """Add to the compute of a pass what it waits for: a share of each collective, and what remains
+    of the others when compute is over.
+    """
+    left = max(first.hidden + second.hidden - compute, 0.0)
+    return _Pass(compute, first.waited + second.waited + left)
+
+
+class _Weights(NamedTuple):
+    """The collectives of one block's weights and gradients in one microbatch."""
+
+    forward: _Shared
+    backward: _Shared
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _weights(on: _System, candidate: Candidate) -> _Weights:
+    sends = on.trainer.weights(on.shapes, candidate)
+    return _Weights(
+        _shared(sends, "forward", on, candidate), _shared(sends, "backward", on, candidate)
+    )
+
+
+def _waited(
+    sends: tuple[Send, ...], during: tuple[str, ...], on: _System, candidate: Candidate
+) -> float:
+    """Add up what compute waits for of some collectives."""
+    return sum(
+        on.trainer.share(one) * _seconds(one, on, candidate)
+        for one in sends
+        if one.during in during
+    )
+
+
+def _seconds(one: Send, on: _System, candidate: Candidate) -> float:
+    """Return the seconds of a collective, all its times together."""
+    known = _slopes(on, one.kind, one.axes, candidate.mesh, candidate.dcn)
+    return one.count * seconds_of(known, one.bytes)
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _slopes(
+    on: _System, kind: CollectiveKind, axes: tuple[MeshAxis, ...], mesh: Sizes, dcn: Sizes
+) -> tuple[Slope, ...]:
+    return slopes(kind, axes, mesh, dcn, on.target)

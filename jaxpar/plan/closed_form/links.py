@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations, product
 from typing import NamedTuple
@@ -58,15 +59,47 @@ def send_seconds(
       dcn: the slices or nodes that each axis spans.
       target: the hardware.
     """
+    return seconds_of(slopes(kind, axes, mesh, dcn, target), size)
+
+
+class Slope(NamedTuple):
+    """The time of an algorithm under a protocol: so many seconds at least, and for each byte."""
+
+    latency: float
+    per_byte: float
+
+
+def seconds_of(slopes: tuple[Slope, ...], size: float) -> float:
+    """Return the seconds of the fastest of some algorithms; 0 where there are none."""
+    return min((one.latency + size * one.per_byte for one in slopes), default=0.0)
+
+
+_MANY = 2**40
+"""Bytes beside which a latency is nothing."""
+
+
+def slopes(
+    kind: CollectiveKind, axes: tuple[MeshAxis, ...], mesh: Sizes, dcn: Sizes, target: Target
+) -> tuple[Slope, ...]:
+    """List the algorithms of a collective under each protocol, without those that another one
+    beats at any size.
+    """
     hardware = target.hardware
-    routes = _routes(kind, axes, mesh, dcn, target)
     together = hardware.ici.kind != "torus" or kind == "ppermute"
-    return min(
-        (legs_time(legs, together, int(size), hardware).seconds for legs in routes), default=0.0
+    found: list[Slope] = []
+    for legs in _routes(kind, axes, mesh, dcn, target):
+        alone = [replace(hardware, protocols=(one,)) for one in hardware.protocols]
+        for figures in alone or [hardware]:
+            one = legs_time(legs, together, _MANY, figures)
+            found.append(Slope(one.latency, (one.seconds - one.latency) / _MANY))
+    found.sort()
+    return tuple(
+        one
+        for place, one in enumerate(found)
+        if all(one.per_byte < before.per_byte for before in found[:place])
     )
 
 
-@lru_cache(maxsize=65536)
 def _routes(
     kind: CollectiveKind, axes: tuple[MeshAxis, ...], mesh: Sizes, dcn: Sizes, target: Target
 ) -> tuple[Legs, ...]:

@@ -6,7 +6,6 @@ the two beside each other. What XLA sends by itself for norms and biases is left
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from jaxpar.base.layout.activation_names import Keep, actions
@@ -14,7 +13,7 @@ from jaxpar.base.layout.mesh import MeshAxis
 from jaxpar.hlo.program.tasks import CollectiveKind
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.closed_form.shapes import StepShapes
-from jaxpar.plan.closed_form.split import Split, Weight, split_of, weights_of
+from jaxpar.plan.closed_form.split import Split, Weight, in_mesh_order, split_of, weights_of
 from jaxpar.plan.closed_form.ticks import layers_a_tick, ticks_of
 
 What = Literal["weights", "stream", "gradients", "keys", "experts", "stages"]
@@ -58,11 +57,6 @@ class Local(NamedTuple):
     attention: float
 
 
-def in_mesh_order(axes: tuple[MeshAxis, ...], split: Split) -> tuple[MeshAxis, ...]:
-    """Put mesh axes in the order of the mesh."""
-    return tuple(axis for axis in split.sizes if axis in axes)
-
-
 def local_tokens(shapes: StepShapes, candidate: Candidate, split: Split) -> Local:
     """Count the tokens that one device works on in a microbatch."""
     parts = candidate.accumulation * max(candidate.microbatches, 1)
@@ -76,19 +70,28 @@ def local_tokens(shapes: StepShapes, candidate: Candidate, split: Split) -> Loca
     )
 
 
-@lru_cache(maxsize=65536)
 def block_sends(shapes: StepShapes, candidate: Candidate) -> tuple[Send, ...]:
-    """List what a device sends for one block in one microbatch: forward, again, and backward."""
+    """List what a device sends of activations for one block in one microbatch: forward, again, and
+    backward.
+    """
     split = split_of(shapes, candidate.sizes, candidate.zero)
     local = local_tokens(shapes, candidate, split)
-    weights = weights_of(shapes, candidate.sizes, candidate.zero)
+    return (
+        *_stream_sends(shapes, candidate, split, local),
+        *_key_sends(shapes, candidate, split, local),
+        *_expert_sends(shapes, candidate, split, local),
+    )
+
+
+def weight_sends(shapes: StepShapes, candidate: Candidate) -> tuple[Send, ...]:
+    """List what a device sends of the weights of one block and their gradients in one
+    microbatch.
+    """
+    split = split_of(shapes, candidate.sizes, candidate.zero)
     found: list[Send] = []
-    for weight in weights:
+    for weight in weights_of(shapes, candidate.sizes, candidate.zero):
         if weight.parameter.part == "blocks" and weight.parameter.matrix:
             found += _weight_sends(weight, shapes, candidate, split)
-    found += _stream_sends(shapes, candidate, split, local)
-    found += _key_sends(shapes, candidate, split, local)
-    found += _expert_sends(shapes, candidate, split, local)
     return tuple(found)
 
 
@@ -97,28 +100,26 @@ def _weight_sends(
 ) -> list[Send]:
     found: list[Send] = []
     if weight.gathered_over:
-        axes = in_mesh_order(weight.gathered_over, split)
+        axes = weight.gathered_over
         size = weight.used * shapes.dtype_bytes
         again = 2.0 if gathers_again(shapes, candidate) else 1.0
         found.append(Send("weights", "forward", "all-gather", axes, size))
         found.append(Send("weights", "backward", "all-gather", axes, size, again))
     if weight.parameter.sums_width and not _is_deferred(shapes, candidate):
-        found += gradient_sends(weight, split, "backward", weight.summed_over)
+        found += gradient_sends(weight, "backward", weight.summed_over)
     elif weight.parameter.sums_width:
-        found += gradient_sends(weight, split, "backward", _not_deferred(weight, split))
+        found += gradient_sends(weight, "backward", _not_deferred(weight, split))
     return found
 
 
-def gradient_sends(
-    weight: Weight, split: Split, during: Pass, summed: tuple[MeshAxis, ...]
-) -> list[Send]:
+def gradient_sends(weight: Weight, during: Pass, summed: tuple[MeshAxis, ...]) -> list[Send]:
     """List the sums of a weight's gradient, in float32."""
     found: list[Send] = []
     if weight.scattered_over:
-        axes = in_mesh_order(weight.scattered_over, split)
+        axes = weight.scattered_over
         found.append(Send("gradients", during, "reduce-scatter", axes, 4.0 * weight.used))
     if summed:
-        axes = in_mesh_order(summed, split)
+        axes = summed
         found.append(Send("gradients", during, "all-reduce", axes, 4.0 * weight.state))
     return found
 
@@ -258,7 +259,6 @@ def expert_rows(shapes: StepShapes, split: Split) -> float:
     return parts * min(shapes.experts_per_token, shapes.experts / parts)
 
 
-@lru_cache(maxsize=65536)
 def lookup_sends(shapes: StepShapes, candidate: Candidate) -> tuple[Send, ...]:
     """List what a device sends to look up the tokens of one microbatch."""
     split = split_of(shapes, candidate.sizes, candidate.zero)
@@ -275,7 +275,6 @@ def lookup_sends(shapes: StepShapes, candidate: Candidate) -> tuple[Send, ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=65536)
 def loss_sends(shapes: StepShapes, candidate: Candidate) -> tuple[Send, ...]:
     """List what a device sends for the loss of one microbatch, which makes its gradient on the way.
     In a pipeline each stage has the loss of a part of the tokens.
@@ -308,7 +307,7 @@ def loss_axes(shapes: StepShapes, candidate: Candidate, split: Split) -> tuple[M
     if _is_deferred(shapes, candidate):
         later = _deferred_axes(split)
         axes = tuple(axis for axis in axes if axis not in later)
-    return in_mesh_order(axes, split)
+    return in_mesh_order(axes)
 
 
 def _table_weight_sends(
@@ -316,7 +315,7 @@ def _table_weight_sends(
 ) -> list[Send]:
     found: list[Send] = []
     if weight.gathered_over:
-        axes = in_mesh_order(weight.gathered_over, split)
+        axes = weight.gathered_over
         found.append(
             Send("weights", "forward", "all-gather", axes, weight.used * shapes.dtype_bytes)
         )
@@ -326,7 +325,7 @@ def _table_weight_sends(
         summed = _not_deferred(weight, split)
     else:
         summed = weight.summed_over
-    return found + gradient_sends(weight, split, "backward", summed)
+    return found + gradient_sends(weight, "backward", summed)
 
 
 def looked_up(weights: tuple[Weight, ...]) -> list[Weight]:
@@ -343,7 +342,6 @@ def scored(weights: tuple[Weight, ...]) -> list[Weight]:
     return (own or tables)[:1]
 
 
-@lru_cache(maxsize=65536)
 def step_sends(shapes: StepShapes, candidate: Candidate) -> tuple[Send, ...]:
     """List what a device sends once a step: gradients that are summed after the last microbatch,
     those of tables that all stages have, and parameters that ZeRO-1 gathers.
@@ -399,7 +397,8 @@ def sends_of_step(shapes: StepShapes, candidate: Candidate) -> list[Send]:
     runs = candidate.accumulation * layers_a_tick(shapes, candidate)
     by_pass = {"forward": ticks.forward, "backward": ticks.backward}
     found: list[Send] = []
-    for one in block_sends(shapes, candidate):
+    of_block = (*weight_sends(shapes, candidate), *block_sends(shapes, candidate))
+    for one in of_block:
         found.append(_times(one, runs * by_pass[one.during]))
     for one in lookup_sends(shapes, candidate):
         found.append(_times(one, candidate.accumulation * by_pass[one.during]))

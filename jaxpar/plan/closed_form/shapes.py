@@ -39,6 +39,7 @@ class Parameter(NamedTuple):
       width: the bytes of an entry as it is stored.
       sums_width: the bytes of an entry of the sums of its gradients; 0 = it is not trained.
       state_width: the bytes of the optimizer's state for an entry, by the dtype of first moments.
+      matrix: whether it maps from one space to another.
     """
 
     name: str
@@ -49,11 +50,7 @@ class Parameter(NamedTuple):
     width: int
     sums_width: int
     state_width: tuple[tuple[str, float], ...]
-
-    @property
-    def matrix(self) -> bool:
-        """Whether it maps from one space to another."""
-        return is_matrix(self.axes)
+    matrix: bool
 
     @property
     def entries(self) -> int:
@@ -269,6 +266,7 @@ def _parameters(alone: Experiment) -> tuple[Parameter, ...]:
                 state_width=tuple(
                     (moments, of.get(key, 0) / entries) for moments, of in states.items()
                 ),
+                matrix=is_matrix(axes),
             )
         )
     return tuple(found)

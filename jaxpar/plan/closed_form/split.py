@@ -5,6 +5,7 @@ one device has.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ class Split(NamedTuple):
         return math.prod(self.sizes[axis] for axis in mesh_axes)
 
     def of_tokens(self, seq: LogicalAxis = "seq") -> tuple[MeshAxis, ...]:
-        """Return the mesh axes that split the tokens of a batch, whose sequence lies along `seq`."""
+        """Return the mesh axes that split the tokens of a batch, whose sequence is `seq`."""
         return self.along("batch") + self.along(seq)
 
 
@@ -95,6 +96,12 @@ def weights_of(shapes: StepShapes, sizes: tuple[int, ...], zero: bool) -> tuple[
     return tuple(_weight(one, split) for one in shapes.parameters)
 
 
+def in_mesh_order(axes: Iterable[MeshAxis]) -> tuple[MeshAxis, ...]:
+    """Put mesh axes in the order of the mesh."""
+    wanted = set(axes)
+    return tuple(axis for axis in MESH_AXES if axis in wanted)
+
+
 def _weight(parameter: Parameter, split: Split) -> Weight:
     others = [axis for axis in parameter.axes if axis != "embed"]
     used = parameter.entries / math.prod(split.size(axis) for axis in others)
@@ -109,9 +116,9 @@ def _weight(parameter: Parameter, split: Split) -> Weight:
         stored=used / split.devices(stored_over),
         used=used,
         state=used / split.devices(state_over),
-        gathered_over=stored_over,
-        scattered_over=tuple(axis for axis in state_over if axis in tokens),
-        summed_over=tuple(axis for axis in tokens if axis not in state_over),
+        gathered_over=in_mesh_order(stored_over),
+        scattered_over=in_mesh_order(axis for axis in state_over if axis in tokens),
+        summed_over=in_mesh_order(axis for axis in tokens if axis not in state_over),
         split_over=split_over,
     )
 

@@ -62,7 +62,14 @@ class Passes(NamedTuple):
     kernels: float
 
 
-@lru_cache(maxsize=65536)
+class Moved(NamedTuple):
+    """The bytes of passes over memory beside matmuls and attention, of one block."""
+
+    forward: float
+    again: float
+    backward: float
+
+
 def block_matmuls(shapes: StepShapes, candidate: Candidate) -> tuple[Matmul, ...]:
     """List the matmuls of one block's forward in one microbatch; its backward has two of each."""
     split = split_of(shapes, candidate.sizes, candidate.zero)
@@ -103,7 +110,6 @@ def _sides(weight: Weight, shapes: StepShapes, split: Split) -> tuple[float, flo
     return embed, hidden
 
 
-@lru_cache(maxsize=65536)
 def attention_flops(shapes: StepShapes, candidate: Candidate) -> float:
     """Count the FLOPs of one block's scores and mixed values in one microbatch, forward."""
     split = split_of(shapes, candidate.sizes, candidate.zero)
@@ -114,44 +120,57 @@ def attention_flops(shapes: StepShapes, candidate: Candidate) -> float:
 
 def block_passes(shapes: StepShapes, candidate: Candidate, rates: Rates) -> Passes:
     """Price the passes of one block in one microbatch."""
-    return _block_passes(shapes, _of_block(candidate), rates)
-
-
-def _of_block(candidate: Candidate) -> Candidate:
-    """Return a candidate without what does not concern a block's compute, so that candidates which
-    differ in that alone are priced once.
-    """
-    return candidate._replace(
-        schedule="", virtual=1, optimizer="", parameters="", moments="", loss_mib=0, overlap=()
+    parts = candidate.accumulation * candidate.microbatches
+    whole = _ANY._replace(
+        mesh=candidate.mesh, dcn=candidate.dcn, zero=candidate.zero, accumulation=parts
     )
-
-
-@lru_cache(maxsize=65536)
-def _block_passes(shapes: StepShapes, candidate: Candidate, rates: Rates) -> Passes:
-    width = shapes.dtype_bytes
-    kept = kept_names(candidate)
-    made = {one.name for one in shapes.named}
-    keeps_all = candidate.policy == "none" and not candidate.keep
-    flops = attention_flops(shapes, candidate)
-    attention = flops / rates.attention[0]
-    forward = attention
-    backward = 2.5 * flops / rates.attention[1]
-    again = 0.0 if "attention_out" in kept else attention
-    kernels = 4.0
-    for one in block_matmuls(shapes, candidate):
-        seconds = one.seconds(rates, width)
+    ops = _block_ops(shapes, whole, rates)
+    forward = ops.attention_forward + ops.moved.forward
+    backward = ops.attention_backward + ops.moved.backward
+    kernels = 24.0
+    for _, seconds in ops.matmuls:
         forward += seconds
         backward += 2 * seconds
         kernels += 3
-        if not keeps_all and _is_made_again(one.name, made, kept):
+    if candidate.policy == "none" and not candidate.keep:
+        return Passes(forward, 0.0, backward, kernels)
+    kept = kept_names(candidate)
+    made = {one.name for one in shapes.named}
+    again = ops.moved.again
+    if "attention_out" not in kept:
+        again += ops.attention_forward
+    for name, seconds in ops.matmuls:
+        if _is_made_again(name, made, kept):
             again += seconds
             kernels += 1
+    return Passes(forward, again, backward, kernels)
+
+
+_ANY = Candidate()
+
+
+class _Ops(NamedTuple):
+    """The seconds of what one block computes in one microbatch, whatever is kept."""
+
+    matmuls: tuple[tuple[str, float], ...]
+    attention_forward: float
+    attention_backward: float
+    moved: Moved
+
+
+@lru_cache(maxsize=65536)
+def _block_ops(shapes: StepShapes, candidate: Candidate, rates: Rates) -> _Ops:
+    flops = attention_flops(shapes, candidate)
     moved = elementwise_bytes(shapes, candidate)
-    forward += moved.forward / rates.memory
-    backward += moved.backward / rates.memory
-    if not keeps_all:
-        again += moved.again / rates.memory
-    return Passes(forward, again, backward, kernels + 20)
+    return _Ops(
+        matmuls=tuple(
+            (one.name, one.seconds(rates, shapes.dtype_bytes))
+            for one in block_matmuls(shapes, candidate)
+        ),
+        attention_forward=flops / rates.attention[0],
+        attention_backward=2.5 * flops / rates.attention[1],
+        moved=Moved(*(size / rates.memory for size in moved)),
+    )
 
 
 def _is_made_again(weight: str, made: set[str], kept: set[str]) -> bool:
@@ -162,14 +181,6 @@ def _is_made_again(weight: str, made: set[str], kept: set[str]) -> bool:
     if not products:
         return True
     return any(name not in kept for name in products)
-
-
-class Moved(NamedTuple):
-    """The bytes of passes over memory beside matmuls and attention, of one block."""
-
-    forward: float
-    again: float
-    backward: float
 
 
 def elementwise_bytes(shapes: StepShapes, candidate: Candidate) -> Moved:
@@ -259,11 +270,6 @@ def loss_work(shapes: StepShapes, candidate: Candidate) -> LossWork:
     """Count what the loss of one microbatch computes on a device: of a part of its tokens where
     stages share them.
     """
-    return _loss_work(shapes, candidate._replace(policy="none", keep=(), schedule="", overlap=()))
-
-
-@lru_cache(maxsize=65536)
-def _loss_work(shapes: StepShapes, candidate: Candidate) -> LossWork:
     split = split_of(shapes, candidate.sizes, candidate.zero)
     local = local_tokens(shapes, candidate, split)
     tokens = max(local.tokens / candidate.size("stage"), 1.0)
