@@ -19,6 +19,7 @@ from jaxpar.base.errors import UserError, visible
 from jaxpar.cli.arguments import ConfigArgs, config_args
 from jaxpar.plan import resolve_and_compile
 from jaxpar.plan.choose_order import choose_order, order_parts
+from jaxpar.rehearse.calibration import MeasuredStep, measured_step
 from jaxpar.rehearse.graph.graph_tables import graph_parts
 from jaxpar.rehearse.graph.report import write_graph
 from jaxpar.rehearse.of_config import on_target, rehearse, unfused
@@ -74,6 +75,10 @@ class RehearseArgs(ConfigArgs):
     """Compare with a report that --json wrote (FILE.json), or with a config as it stands, which is
     rehearsed on the same target.
     """
+    measured: str = ""
+    """Scale the seconds of compute by a step that was measured on this target: a run folder, or
+    the time of a step of CONFIG without the flags that change it, such as 1.453s or 850ms.
+    """
     fail_on: str = ""
     """Conditions that exit with 1: unplanned-collective,does-not-fit, or any rule of the linter."""
 
@@ -97,6 +102,9 @@ def rehearse_command(words: list[str]) -> int:
     outputs = _outputs(args)
     check_folders(*outputs, args.order)
     check_pictures(args.picture, args.memory, args.graph_picture)
+    measured = None
+    if args.measured:
+        measured = measured_step(args.measured, load_config(name))
     before = None
     other = None
     if args.against.endswith(".json"):
@@ -106,7 +114,7 @@ def rehearse_command(words: list[str]) -> int:
     say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
     command = " ".join(["jaxpar rehearse", *words])
     try:
-        report = _report_of(args.config, name, target, command, say, args)
+        report = _report_of(args.config, name, target, command, say, args, measured)
     except DoesNotFit as refused:
         if "does-not-fit" not in rules:
             raise
@@ -114,7 +122,7 @@ def rehearse_command(words: list[str]) -> int:
         return 1
     if other is not None:
         say(f"and {args.against}, to compare with")
-        before = _report_of(other, args.against, target, command, say)
+        before = _report_of(other, args.against, target, command, say, measured=measured)
     for part in _parts(report, args):
         say(part)
     if before is not None:
@@ -164,6 +172,7 @@ def _report_of(
     command: str,
     say: Callable[[RenderableType], None],
     args: RehearseArgs | None = None,
+    measured: MeasuredStep | None = None,
 ) -> Rehearsal:
     """Settle a config for a target, and rehearse it, with its task graph where that was asked
     for.
@@ -176,7 +185,10 @@ def _report_of(
         experiment = tried[0].experiment
         program = tried[0].program
     graph = args is not None and bool(args.graph or args.graph_picture)
-    report = rehearse(experiment, target, Path(name).stem, command, say, program, graph)
+    if measured is not None:
+        made, _ = resolve_and_compile(on_target(measured.config, target), target, say)
+        measured = measured._replace(config=made.config)
+    report = rehearse(experiment, target, Path(name).stem, command, say, program, graph, measured)
     if args is not None and args.unfused and "graph" in report:
         try:
             report["graph"]["unfused"] = unfused(experiment, target, say)

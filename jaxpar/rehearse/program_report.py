@@ -18,6 +18,7 @@ from jaxpar.kernels.attention.libraries import stand_ins_in
 from jaxpar.rehearse.compiled import Compiled
 from jaxpar.rehearse.cost import peak_name
 from jaxpar.rehearse.graph.report import task_graph_of
+from jaxpar.rehearse.how_sure import interval_of
 from jaxpar.rehearse.report import lint
 from jaxpar.rehearse.report.alive import alive_arrays
 from jaxpar.rehearse.report.collectives import collective_rows
@@ -108,6 +109,7 @@ def report_of(
         "kernels": kernels,
         "memory": taken,
         "time": _time(timeline, tokens, model_flops / mesh.size, peak),
+        "interval": interval_of(timeline.seconds, target.chip, hardware.chips),
         "lines": _lines(timeline.tasks),
         "collectives": collectives,
         "timeline": timeline_of(timeline.events),

@@ -9,10 +9,8 @@ import pytest
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import (
     CHIPS,
-    AttentionShare,
     Board,
     Hardware,
-    Prices,
     chip_of,
     hardware_of,
     load_chip,
@@ -20,6 +18,7 @@ from jaxpar.base.hardware import (
     peak_flops,
 )
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed
+from jaxpar.base.prices import AttentionShare, Prices
 from jaxpar.base.toml import flatten, presets
 
 MESHES = presets("jaxpar.meshes")

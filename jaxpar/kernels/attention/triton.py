@@ -32,7 +32,7 @@ from jaxpar.kernels.attention.triton_kernels import (
     attention_forward,
 )
 from jaxpar.kernels.attention.triton_tiles import LEAST, Tile, TileSizes, tile_sizes_here
-from jaxpar.kernels.attention.visits import block_units, visits
+from jaxpar.kernels.attention.visits import Visits, block_units, visits
 from jaxpar.kernels.masks import Mask, Tiles, segments_in
 
 MOST_HEAD_DIM = 256
