@@ -26,10 +26,8 @@ from jaxpar.plan.layout_search import Answer, search
 from jaxpar.plan.layout_search.config_file import config_text
 from jaxpar.plan.layout_search.find import REHEARSALS, WORKERS
 from jaxpar.plan.layout_search.other_targets import (
-    HERE,
     elastic_plans,
     smallest_fit,
-    target_here,
 )
 from jaxpar.plan.layout_search.request import fixed_key, is_chosen, read_tokens
 from jaxpar.rehearse.targets import Target, load_target
@@ -98,7 +96,7 @@ def plan_command(words: list[str]) -> int:
         return _fit(args, find, say, command)
     if args.elastic:
         return _elastic(args, find, say, command)
-    answer = find(_target(args.target))
+    answer = find(load_target(args.target))
     _show(answer, say)
     _write(answer, args, say, command, args.out)
     return _exit_code(answer)
@@ -123,10 +121,6 @@ def _require_flags(args: PlanArgs) -> None:
     files = [file for file in (args.out, args.json, args.picture) if file != "-"]
     check_folders(*filter(None, files))
     check_pictures(args.picture)
-
-
-def _target(name: str) -> Target:
-    return target_here() if name == HERE else load_target(name)
 
 
 def _search(
@@ -256,7 +250,7 @@ def _elastic(
         if not word.strip().isdecimal():
             raise UserError(f"--elastic takes numbers of chips, 64,32,16: found {args.elastic!r}")
         counts.append(int(word))
-    chip = _target(args.target).chip
+    chip = load_target(args.target).chip
     answers = elastic_plans(chip, counts, find)
     for answer, count in zip(answers, counts, strict=True):
         say("")

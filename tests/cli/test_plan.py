@@ -47,7 +47,6 @@ def refused(capsys: pytest.CaptureFixture[str], line: str) -> str:
         ("tiny --target v5e-8 --elastic four", "--elastic takes numbers of chips"),
         ("tiny --target v5e-8 --elastic 4 --fit", "leave one of them out"),
         ("tiny --target v5q --fit", "no chip 'v5q' (did you mean 'v5p'?)"),
-        ("tiny --target here", "no figures of cpu"),
         (
             "tiny --target v5e-8 --forbid recompute --fix memory.policy=full",
             "uses what is forbidden",

@@ -16,6 +16,8 @@ from jaxpar.plan.layout_search.memory_choices import Priced
 from jaxpar.plan.layout_search.processes import Verified
 from jaxpar.plan.layout_search.request import Request
 from jaxpar.plan.rehearsal_cache import Figures
+from jaxpar.rehearse.how_sure import interval_of
+from jaxpar.rehearse.report.schema import Interval
 
 SCHEMA = 1
 """The version of `Answer.to_json`, which goes up when a key is renamed, removed or changes its
@@ -134,6 +136,14 @@ class Answer:
     notes: tuple[str, ...] = ()
 
     @property
+    def interval(self) -> Interval:
+        """How far a measured step may be from the best plan's, by published runs."""
+        assert self.best is not None
+        target = self.request.target
+        family = self.request.config.model.family
+        return interval_of(self.best.seconds, target.chip, target.hardware.chips, family)
+
+    @property
     def tokens_per_second(self) -> float:
         """The tokens a second of the best plan, on all devices together; 0 = nothing fits."""
         return self.request.tokens / self.best.seconds if self.best else 0.0
@@ -161,6 +171,7 @@ class Answer:
             "fixed": dict(request.fixed),
             "forbidden": sorted(request.forbidden),
             "best": None if self.best is None else _found_json(self.best),
+            "interval": None if self.best is None else self.interval,
             "tokens_per_second": self.tokens_per_second,
             "days": self.days,
             "cost": self.cost,

@@ -11,7 +11,7 @@ from jaxpar.base.errors import visible
 from jaxpar.base.machine import versions
 from jaxpar.base.toml import to_toml
 from jaxpar.plan.layout_search.answer import Answer, Found
-from jaxpar.rehearse.report.report_tables import seconds_text
+from jaxpar.rehearse.report.report_tables import interval_text, seconds_text
 
 _WIDTH = 96
 _COMPILERS = ("jax", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -60,7 +60,10 @@ def step_line(answer: Answer) -> str:
     best = answer.best
     assert best is not None
     figures = best.figures
-    known = "by the closed forms, not rehearsed" if figures is None else "rehearsed, not run"
+    if figures is None:
+        known = "by the closed forms, not rehearsed"
+    else:
+        known = f"rehearsed, not run; {interval_text(answer.interval)}"
     parts = [seconds_text(best.seconds), f"{count_text(answer.tokens_per_second)} tokens/s"]
     if figures is not None and figures.mfu is not None:
         parts.append(f"MFU {100 * figures.mfu:.1f} %")

@@ -1,5 +1,5 @@
-"""Searches over several targets: the devices of this machine, the smallest target that holds a
-config, and a plan for each number of devices that an elastic run may have.
+"""Searches over several targets: the smallest that holds a config, and a plan for each number of
+chips that an elastic run may have.
 """
 
 from __future__ import annotations
@@ -7,16 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import jax
-
 from jaxpar.base.config import incompatible_changes
 from jaxpar.base.errors import Say, UserError, suggest
-from jaxpar.base.hardware import CHIPS, chip_of, load_chip
+from jaxpar.base.hardware import CHIPS, load_chip
 from jaxpar.base.toml import presets
 from jaxpar.plan.layout_search.answer import Answer
 from jaxpar.rehearse.targets import Target, load_target
 
-HERE = "here"
 _SIZES = tuple(2**power for power in range(14))
 _FURTHER = 3
 """The number of sizes beyond the smallest that are looked at for the cheapest."""
@@ -37,23 +34,6 @@ class Fitting(NamedTuple):
     smallest: Answer
     cheapest: Answer
     looked_at: tuple[Answer, ...]
-
-
-def target_here() -> Target:
-    """Return the target that the devices of this machine are.
-
-    Raises:
-      UserError: they are of no chip that has a file, or so many of it are no target.
-    """
-    devices = jax.devices()
-    kind = devices[0].device_kind
-    known = chip_of(kind)
-    for name in presets(CHIPS):
-        if known is not None and load_chip(name).hardware.chip == known.hardware.chip:
-            return sized_target(name, len(devices) // known.hardware.devices_per_chip)
-    raise UserError(
-        f"--target here: there are no figures of {kind}: name a target, such as h100x8 or v5p-64"
-    )
 
 
 def sized_target(chip: str, count: int) -> Target:
