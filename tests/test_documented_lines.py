@@ -75,6 +75,7 @@ ADDED = {
     "convert path/to/hf_folder": SMALL_IMPORT,
     "convert exported": "--mesh.platform cpu --train.batch 8",
     "rehearse llama3_8b": f"--model.layers 2 {QUICKLY_COMPILED}",
+    "plan llama3_8b": f"--model.layers 2 {QUICKLY_COMPILED} --rehearsals 1",
 }
 DEAR = {
     "bench": "",
