@@ -11,6 +11,7 @@ from jaxpar.plan.layout_search.facts import Facts
 from jaxpar.plan.layout_search.layouts import Layout
 from jaxpar.plan.layout_search.memory_choices import Ladder, Price, Priced
 from jaxpar.plan.layout_search.rank import Ranking, rank
+from jaxpar.plan.layout_search.refine import refine
 from jaxpar.plan.layout_search.request import Request
 from jaxpar.rehearse.report.report_tables import seconds_text
 
@@ -24,12 +25,15 @@ _PARTS = {
 }
 """What the parts of an estimate are, by which a plan may be slower."""
 _MOST_GROUPS = 12
+_MOST_REFINED = 8
+"""The number of plans that are refined for another request."""
 
 
-def losers(ranking: Ranking, best: Priced, size: int) -> list[Lost]:
+def losers(ranking: Ranking, refined: Sequence[Priced], best: Priced, size: int) -> list[Lost]:
     """Group the plans that lost by what they have and the best plan has not.
 
     Args:
+      refined: the contenders, which stand for the plans that they were refined from.
       best: the best plan. Its time by the closed forms is what theirs are held against.
       size: the number of plans of a branch.
 
@@ -38,9 +42,13 @@ def losers(ranking: Ranking, best: Priced, size: int) -> list[Lost]:
     """
     has = set(_traits(best.candidate))
     groups = dict[str, list[Priced]]()
+    own = _branch(best.candidate)
+    known = {_branch(plan.candidate): plan for plan in reversed(refined)}
     for plan in (*ranking.plans, *ranking.behind):
-        if plan.candidate == best.candidate:
+        branch = _branch(plan.candidate)
+        if branch == own:
             continue
+        plan = known.get(branch, plan)
         others = (trait for trait in _traits(plan.candidate) if trait not in has)
         groups.setdefault(next(others, "another batching"), []).append(plan)
     found = []
@@ -51,6 +59,13 @@ def losers(ranking: Ranking, best: Priced, size: int) -> list[Lost]:
         found.append(Lost(what, why, size * len(plans), times, nearest.candidate))
     found.sort(key=lambda group: group.times)
     return found[:_MOST_GROUPS]
+
+
+def _branch(candidate: Candidate) -> tuple[object, ...]:
+    """Return what a plan shares with the other plans of its mesh and batching."""
+    batching = (candidate.accumulation, candidate.microbatches, candidate.zero)
+    pipeline = (candidate.schedule, candidate.virtual)
+    return (candidate.mesh, candidate.dcn, *batching, *pipeline)
 
 
 def _traits(candidate: Candidate) -> Iterator[str]:
@@ -89,15 +104,19 @@ def changes_of(
     Args:
       meshes: the meshes to look at.
       price_of: makes what prices the plans of a request.
-      best: the answer to the request itself.
+      best: the answer to the request itself, by the closed forms.
     """
     found = []
     for what, other in _others(request, facts):
-        ranking = rank(other, facts, meshes, ladder, price_of(other))
-        if not ranking.plans:
+        price = price_of(other)
+        ranking = rank(other, facts, meshes, ladder, price)
+        refined = [
+            refine(plan, other, price, other.budget) for plan in ranking.plans[:_MOST_REFINED]
+        ]
+        if not refined:
             found.append(Changed(what, None))
             continue
-        plan = ranking.plans[0]
+        plan = min(refined, key=lambda one: one.seconds)
         rate = other.tokens / request.tokens * best.seconds / plan.seconds
         is_other = _choice(plan.candidate) != _choice(best.candidate)
         found.append(Changed(what, plan.candidate, rate, is_other))

@@ -134,7 +134,6 @@ def search(
         say("verifying the winner on a small model, against one device")
         verified = verify_apart(settled)
         say(verified.says)
-    plain = None if winner is None else _nearest_ranked(winner, ranking.plans)
     near = _best_meshes(ranking.plans)
     return Answer(
         request=request,
@@ -142,9 +141,9 @@ def search(
         config=settled,
         runners_up=tuple(runners_up(winner, best, correction, _RUNNERS_UP)),
         rehearsed=correction.rehearsed,
-        lost=tuple(losers(ranking, winner, ladder.size) if winner else ()),
+        lost=tuple(losers(ranking, best, winner, ladder.size) if winner else ()),
         refused=by_kind(ranking.refused),
-        changed=tuple(changes_of(request, facts, near, ladder, price_of, plain) if plain else ()),
+        changed=tuple(changes_of(request, facts, near, ladder, price_of, winner) if winner else ()),
         points=tuple((correction.seconds(one), correction.bytes(one)) for one in ranking.plans),
         count=ranking.count,
         priced=ranking.priced,
@@ -196,12 +195,6 @@ def _unsettled(winner: Priced, best: Sequence[Priced], correction: Correction) -
         name = plan_text(best[0].candidate)
         return [f"{name} is expected to be faster, and was not rehearsed: raise --rehearsals"]
     return []
-
-
-def _nearest_ranked(winner: Priced, plans: Sequence[Priced]) -> Priced:
-    """Return the plan of the ranking that the winner was refined from."""
-    same = (plan for plan in plans if plan.candidate.sizes == winner.candidate.sizes)
-    return next(same, winner)
 
 
 def _best_meshes(plans: Sequence[Priced]) -> list[Layout]:

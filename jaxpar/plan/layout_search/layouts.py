@@ -219,7 +219,7 @@ def _pipelines(
     return [], [
         Infeasible(
             "pipeline",
-            f"{each} sequences for each data rank, which stage={stages} would wait for",
+            f"{_sequences(each)} for each data rank, which stage={stages} would wait for",
             max(stages - each, 1),
             "sequences",
             "a larger global batch, or fewer stages",
@@ -262,8 +262,12 @@ def _too_few_sequences(
 def _not_accumulated(each: int, count: int) -> Infeasible:
     return Infeasible(
         "batch",
-        f"{each} sequences for each data rank in train.accumulation={count} parts",
+        f"{_sequences(each)} for each data rank in train.accumulation={count} parts",
         -each % count,
         "sequences",
         "another train.accumulation, or a larger global batch",
     )
+
+
+def _sequences(count: int) -> str:
+    return "1 sequence" if count == 1 else f"{count:,} sequences"
