@@ -29,7 +29,7 @@ from buckets import s3_server
 from jaxpar.base.config import Config, ModelConfig, parse
 from jaxpar.base.config.checks import check
 from jaxpar.base.toml import presets
-from jaxpar.cli import arguments, commands, compose, launch, rehearse
+from jaxpar.cli import arguments, commands, compose, launch, plan, rehearse
 from jaxpar.cli import main as cli
 from jaxpar.cli.arguments import config_args
 from jaxpar.models import Model
@@ -44,6 +44,7 @@ SCHEMAS = {
     "verify": commands.VerifyArgs,
     "show": commands.ShowArgs,
     "rehearse": rehearse.RehearseArgs,
+    "plan": plan.PlanArgs,
     "compose": compose.ComposeArgs,
     "sweep": launch.SweepArgs,
     "watch": lambda _: commands.WatchArgs(),
@@ -74,6 +75,7 @@ ADDED = {
     "convert path/to/hf_folder": SMALL_IMPORT,
     "convert exported": "--mesh.platform cpu --train.batch 8",
     "rehearse llama3_8b": f"--model.layers 2 {QUICKLY_COMPILED}",
+    "plan llama3_8b": f"--model.layers 2 {QUICKLY_COMPILED} --rehearsals 1",
 }
 DEAR = {
     "bench": "",
@@ -81,6 +83,7 @@ DEAR = {
     "verify": "verify.md",
     "launch": "launch.md",
     "sweep": "launch.md",
+    "plan": "plan.md",
     "compose": "compositions.md",
 }
 """What takes long, whatever is added: it runs on its own page, and elsewhere only parses."""
@@ -162,7 +165,9 @@ def test_every_line_parses(page: Path) -> None:
                 config_args("jaxpar", schema, rest[1:])
             elif command in SCHEMAS:
                 if command == "sweep":
-                    rest = launch.split_over(rest)[1]
+                    rest = arguments.take_words("--over", rest)[1]
+                if command == "plan":
+                    rest = arguments.take_words("--fix", rest)[1]
                 if rest[0] in presets("jaxpar.configs"):
                     check(config_args("jaxpar", SCHEMAS[command], rest)[1].config)
                 else:

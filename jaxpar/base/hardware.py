@@ -295,6 +295,16 @@ class _MeshPreset:
     mesh: MeshSpec = field(default_factory=MeshSpec)
 
 
+_OLD_PRESETS = {
+    "h100_64": "h100x64",
+    "h100_8": "h100x8",
+    "v5e_8": "v5e-8",
+    "v5p_64": "v5p-64",
+    "v6e_256": "v6e-256",
+}
+"""The names of mesh presets before they were those of targets."""
+
+
 @functools.cache  # each step that is made asks all of them which chip it is for
 def load_chip(name: str) -> Chip:
     """Load a chip from its file in `jaxpar.meshes.chips`.
@@ -323,6 +333,7 @@ def load_mesh_preset(name_or_path: str) -> tuple[MeshSpec, Hardware]:
     Raises:
       UserError: there is no such preset, chip or file, or the file is malformed.
     """
+    name_or_path = _OLD_PRESETS.get(name_or_path, name_or_path)
     text, origin = find_toml(name_or_path, "jaxpar.meshes")
     preset = from_toml(_MeshPreset, text, origin)
     if not preset.chip:

@@ -20,7 +20,6 @@ from jaxpar.base.config import Config, fit_schedule, load_config, override
 from jaxpar.base.config.unused_settings import require_effects
 from jaxpar.base.errors import UserError, is_url, require_local, visible
 from jaxpar.base.field_marks import Trait, keys_with
-from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.key_aliases import suggest_key
 from jaxpar.base.old_keys import FLOOR, OLD_FLOOR, RENAMED, same_thing
 from jaxpar.base.ranges import require_ranges
@@ -43,7 +42,22 @@ class ConfigArgs:
 
     config: Config
     on: str = ""
-    """Take the [mesh] table from this mesh preset or file instead."""
+    """Take the [mesh] table from this mesh instead: a target, v5p-64 or h100x16, or a mesh preset
+    or file.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshArgs(ConfigArgs):
+    """The arguments of a command that takes a config and its hardware by name."""
+
+    target: str = ""
+    """The hardware, as --on: v5p-64 (chips), v5e-8, h100x16, ...: docs/targets.md lists them."""
+
+    @property
+    def mesh_name(self) -> str:
+        """The mesh that was named; empty = none was."""
+        return self.on or self.target
 
 
 def config_args(
@@ -85,12 +99,18 @@ def config_args(
     if not urls:
         require_local(getattr(args, "run", ""))
     keys = given_keys(words)
-    if getattr(args, "on", ""):
+    if isinstance(args, MeshArgs) and args.on and args.target:
+        raise UserError("--on and --target both name the mesh: leave one of them out")
+    named = args.mesh_name if isinstance(args, MeshArgs) else getattr(args, "on", "")
+    if named:
         if any(key.startswith("mesh.") for key in keys):
+            flag = "--on" if args.on else "--target"
             raise UserError(
-                "--on replaces the whole mesh: leave out the --mesh. flags, or leave out --on"
+                f"{flag} replaces the whole mesh: leave out the --mesh. flags, or leave out {flag}"
             )
-        mesh, _ = load_mesh_preset(args.on)
+        from jaxpar.rehearse.named_mesh import named_mesh  # the cost model, which few need
+
+        mesh, _ = named_mesh(named)
         args = dataclasses.replace(args, config=dataclasses.replace(args.config, mesh=mesh))
     if training:
         args = _schedule_of_run(name, args, keys)
@@ -224,6 +244,29 @@ def flag_words(words: list[str]) -> list[str]:
         else:
             found += [f"--{key}", value]
     return found
+
+
+def take_words(flag: str, words: list[str]) -> tuple[list[str], list[str]]:
+    """Take the words of a flag, `--over`, out of others.
+
+    Returns:
+      The words that follow each such flag, or its `=`, up to the next flag, and all others.
+    """
+    taken: list[str] = []
+    rest: list[str] = []
+    inside = False
+    for word in words:
+        if word == flag:
+            inside = True
+        elif word.startswith(f"{flag}="):
+            inside = True
+            taken.append(word.removeprefix(f"{flag}="))
+        elif inside and not word.startswith("-"):
+            taken.append(word)
+        else:
+            inside = False
+            rest.append(word)
+    return taken, rest
 
 
 def plain_name(target: str) -> str:

@@ -19,10 +19,10 @@ from jaxpar.base.console import check_folders, check_pictures, console
 from jaxpar.base.durations import process_began
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.field_marks import Trait
-from jaxpar.base.hardware import load_chip, load_mesh_preset
+from jaxpar.base.hardware import load_chip
 from jaxpar.base.ranges import Range
 from jaxpar.cli.arguments import (
-    ConfigArgs,
+    MeshArgs,
     config_args,
     parse_words,
     positional,
@@ -31,7 +31,7 @@ from jaxpar.cli.arguments import (
 
 
 @dataclass(frozen=True)
-class TrainArgs(ConfigArgs):
+class TrainArgs(MeshArgs):
     """Train a config, or resume its run."""
 
     run: Annotated[str, Trait.MAY_BE_URL] = ""
@@ -67,7 +67,7 @@ class CompareArgs:
 
 
 @dataclass(frozen=True)
-class VerifyArgs(ConfigArgs):
+class VerifyArgs(MeshArgs):
     """Compare the loss and every gradient of a config's plan with one device, on a small model of
     the same kind.
     """
@@ -77,7 +77,7 @@ class VerifyArgs(ConfigArgs):
 
 
 @dataclass(frozen=True)
-class ShowArgs(ConfigArgs):
+class ShowArgs(MeshArgs):
     """Show where the parameters of a config live, what its devices send, and pictures: of the mesh,
     a layer, masks and memory.
     """
@@ -91,9 +91,9 @@ class ShowArgs(ConfigArgs):
     masks: str = ""
     """Draw the attention masks too: which tiles are empty, partial and full, by kind of layer."""
     memory: str = ""
-    """Draw a device's memory too, part by part, with what it has where --on or --chip says so."""
+    """Draw a device's memory too, part by part, with what it has where --target or --chip says."""
     chip: str = ""
-    """The chip whose memory the parts are compared with, `h100`; empty = the chip of --on."""
+    """The chip whose memory the parts are compared with, `h100`; empty = the chip of --target."""
     schedule: bool = False
     """Show how microbatches go through the pipeline's stages instead, and draw that:
     NAME_schedule.png.
@@ -116,7 +116,7 @@ class TokenizeArgs:
 
 
 def train_command(words: list[str]) -> int:
-    """jaxpar train CONFIG [--run DIR] [--on MESH] [--verify] [--section.key value ...]"""
+    """jaxpar train CONFIG [--run DIR] [--target T] [--verify] [--section.key value ...]"""
     from jaxpar.launch.local import train_config
 
     name, args = config_args(train_command.__doc__, TrainArgs, words, training=True)
@@ -167,7 +167,7 @@ def compare_command(words: list[str]) -> int:
 
 
 def verify_command(words: list[str]) -> int:
-    """jaxpar verify CONFIG [--on MESH] [--json FILE] [--section.key value ...]"""
+    """jaxpar verify CONFIG [--target T] [--json FILE] [--section.key value ...]"""
     from jaxpar.verify.of_config import verify
     from jaxpar.verify.report import table
 
@@ -200,9 +200,10 @@ def verify_command(words: list[str]) -> int:
 
 
 def show_command(words: list[str]) -> int:
-    """jaxpar show CONFIG [--on MESH] [--chip CHIP] [--out|--layer|--masks|--memory PNG]
+    """jaxpar show CONFIG [--target T] [--chip CHIP] [--out|--layer|--masks|--memory PNG]
     [--schedule] [--section.key value ...]
     """
+    from jaxpar.rehearse.named_mesh import named_mesh
     from jaxpar.show.show import show, show_schedule
 
     name, args = config_args(show_command.__doc__, ShowArgs, words)
@@ -221,8 +222,8 @@ def show_command(words: list[str]) -> int:
         return 0
     if args.chip:
         has = load_chip(args.chip).hardware.hbm_bytes
-    elif args.on:
-        has = load_mesh_preset(args.on)[1].hbm_bytes
+    elif args.mesh_name:
+        has = named_mesh(args.mesh_name)[1].hbm_bytes
     else:
         has = 0
     show(config, picture, has, **others)

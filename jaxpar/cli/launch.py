@@ -12,7 +12,7 @@ from jaxpar.base.console import console
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.field_marks import Trait
 from jaxpar.base.ranges import Range
-from jaxpar.cli.arguments import ConfigArgs, config_args, plain_name, run_folder
+from jaxpar.cli.arguments import ConfigArgs, config_args, plain_name, run_folder, take_words
 from jaxpar.launch.script_run import Placement
 from jaxpar.launch.scripts import script
 from jaxpar.rehearse.targets import load_target
@@ -162,7 +162,7 @@ def sweep_command(words: list[str]) -> int:
     from jaxpar.launch.sweep import grid, results_table, sweep
 
     usage = sweep_command.__doc__
-    over, rest = split_over(words)
+    over, rest = take_words("--over", words)
     name, args = config_args(usage, SweepArgs, rest)
     trials: dict[str, Any] = {}
     for settings in grid(over):
@@ -199,26 +199,3 @@ def _rehearse_sweep(name: str, args: SweepArgs, trials: dict[str, Any]) -> int:
     picture = "" if refused else f" and {folder / 'results.png'}"
     console().print(f"wrote {folder / 'results.csv'}{picture}")
     return int(refused)
-
-
-def split_over(words: list[str]) -> tuple[list[str], list[str]]:
-    """Take the words of `--over` out of others.
-
-    Returns:
-      The words that follow each `--over`, or its `=`, up to the next flag, and all others.
-    """
-    over: list[str] = []
-    rest: list[str] = []
-    inside = False
-    for word in words:
-        if word == "--over":
-            inside = True
-        elif word.startswith("--over="):
-            inside = True
-            over.append(word.removeprefix("--over="))
-        elif inside and not word.startswith("-"):
-            over.append(word)
-        else:
-            inside = False
-            rest.append(word)
-    return over, rest

@@ -57,6 +57,9 @@ COMMANDS = {
     "rehearse": Command(
         "compile the step for absent hardware: memory, time, exposed communication", "rehearse"
     ),
+    "plan": Command(
+        "the fastest layout of a config on absent hardware, and why it is this one", "plan"
+    ),
     "compose": Command(
         "rehearse settings alone, in pairs and together: which add up, which cancel", "compose"
     ),
@@ -209,7 +212,7 @@ def _list_presets(folder: str) -> int:
     width = max(map(len, found))
     for name, file in found.items():
         print(f"{name:<{width}}  {_first_sentence(file.read_text(encoding='utf-8'))}")
-    print(f"\nuse: jaxpar train {'NAME' if folder == 'configs' else 'CONFIG --on NAME'}")
+    print(f"\nuse: jaxpar train {'NAME' if folder == 'configs' else 'CONFIG --target NAME'}")
     return 0
 
 

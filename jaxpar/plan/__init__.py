@@ -9,10 +9,19 @@ says what one costs without tracing it. `communication` lists what a plan sends,
 `memory_account` where its bytes are. `choose_remat` prices each way to treat an activation, and
 `memory_search` finds what fits; `choose_overlap` and `choose_order` try forms and orders of a step.
 `budget` puts these together as `resolve`. `settings` are named changes of a config,
-`rehearsal_cache` their rehearsals, and `compositions` how they go together.
+`rehearsal_cache` their rehearsals, and `compositions` how they go together. `layout_search` finds
+the fastest plan of a config on a target.
 """
 
 from jaxpar.plan.budget import resolve, resolve_and_compile
+from jaxpar.plan.layout_search import Answer, search
 from jaxpar.plan.memory_account import MemoryPart, memory_account
 
-__all__ = ["MemoryPart", "memory_account", "resolve", "resolve_and_compile"]
+__all__ = [
+    "Answer",
+    "MemoryPart",
+    "memory_account",
+    "resolve",
+    "resolve_and_compile",
+    "search",
+]

@@ -278,9 +278,22 @@ def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
             "memory.budget = auto: this device does not say how much memory it has: give it, as "
             "in 14GiB"
         )
+    return read_size("memory.budget =", text, ", or auto")
+
+
+def read_size(what: str, text: str, otherwise: str = "") -> int:
+    """Read a size such as `14GiB` in bytes.
+
+    Args:
+      what: what the text is of, with which a message begins.
+      otherwise: what the text may be instead.
+
+    Raises:
+      UserError: the text is no size.
+    """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
     if not match or match[2] not in _UNITS:
-        raise UserError(f"memory.budget = {text!r} is no size: write 14GiB, 900MiB, 80GB, or auto")
+        raise UserError(f"{what} {text!r} is no size: write 14GiB, 900MiB, 80GB{otherwise}")
     return round(float(match[1]) * _UNITS[match[2]])
 
 

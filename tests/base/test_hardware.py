@@ -33,7 +33,7 @@ every_chip = pytest.mark.parametrize("name", ALL_CHIPS)
 
 
 def test_the_presets():
-    assert set(MESHES) == {"cpu_8", "v5e_8", "v5p_64", "v6e_256", "h100_8", "h100_64"}
+    assert set(MESHES) == {"cpu_8", "v5e-8", "v5p-64", "v6e-256", "h100x8", "h100x64"}
     assert set(ALL_CHIPS) == {
         "v4",
         "v5e",
@@ -54,7 +54,7 @@ def test_the_mesh_uses_every_chip(name):
     spec, hardware = load_mesh_preset(name)
     chips = devices_needed(spec)
     a_host = hardware.chips_per_host or 8
-    assert chips == int(name.rpartition("_")[2])
+    assert chips == int(re.split("[-x_]", name)[1])
     assert chips % a_host == 0
     assert spec.platform in ("cpu", "tpu", "gpu")
     assert spec.distributed == (chips > a_host)
@@ -146,7 +146,7 @@ def test_attention_between_two_lengths_is_linear_in_one_over_the_length(
 
 
 def test_v5p_sends_180_gb_a_second_along_an_axis():
-    assert load_mesh_preset("v5p_64")[1].ici.axis_bandwidth == 180e9
+    assert load_mesh_preset("v5p-64")[1].ici.axis_bandwidth == 180e9
 
 
 @pytest.mark.parametrize(
@@ -293,8 +293,13 @@ def test_no_device_kind_belongs_to_two_chips():
 
 
 def test_unknown_preset_names_the_nearest():
-    with pytest.raises(UserError, match="did you mean 'h100_8'"):
+    with pytest.raises(UserError, match="did you mean 'h100x8'"):
         load_mesh_preset("h100-8")
+
+
+def test_a_preset_is_known_by_its_earlier_name_too():
+    assert load_mesh_preset("v5p_64") == load_mesh_preset("v5p-64")
+    assert load_mesh_preset("h100_8") == load_mesh_preset("h100x8")
 
 
 def test_unknown_chip_names_the_nearest():

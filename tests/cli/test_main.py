@@ -326,7 +326,7 @@ def test_help_lists_a_name_that_a_program_registered(capsys):
         ("trian tiny", "no command 'trian' (did you mean 'train'?): jaxpar --help lists them"),
         (
             "train",
-            "usage: jaxpar train CONFIG [--run DIR] [--on MESH] [--verify] [--section.key value "
+            "usage: jaxpar train CONFIG [--run DIR] [--target T] [--verify] [--section.key value "
             "...]",
         ),
         ("tokenize stdlib", "usage: jaxpar tokenize SOURCE OUT.bin [--tokenizer NAME]"),
@@ -355,7 +355,7 @@ def test_help_lists_a_name_that_a_program_registered(capsys):
             "no preset 'tinny' (did you mean 'tiny'?): `jaxpar configs` lists them; a path ends "
             "in .toml, or",
         ),
-        ("train tiny --on h100-8", "no preset 'h100-8' (did you mean 'h100_8'?)"),
+        ("train tiny --on h100-8", "no target 'h100-8': write h100x64 for 64 GPUs, 8 to a node"),
         ("train tiny --on cpu_8 --mesh.data 2", "leave out the --mesh. flags, or leave out --on"),
         ("train tiny --train.stepz 3", "takes no --train.stepz (did you mean '--train.steps'?)"),
         ("train tiny --train.stepz=3", "takes no --train.stepz (did you mean '--train.steps'?)"),
@@ -718,7 +718,7 @@ def test_a_platform_that_is_not_here(platform, tmp_path):
 @pytest.mark.skipif(TPU_HERE, reason="a TPU is here")
 def test_a_pod_that_is_not_here(tmp_path):
     """A preset of many hosts: what is missing is the TPU, and no coordinator's address."""
-    done = shell("train", "llama3_8b", "--on", "v5p_64", "--run", str(tmp_path / "run"))
+    done = shell("train", "llama3_8b", "--on", "v5p-64", "--run", str(tmp_path / "run"))
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith(

@@ -212,7 +212,7 @@ def test_a_config_is_compared_with_another_and_with_a_file(asked, tmp_path, caps
 
 
 def test_the_mesh_of_a_preset(asked):
-    assert main(["rehearse", "gpt2_124m", "--target", "v5e-8", "--on", "v5e_8"]) == 0
+    assert main(["rehearse", "gpt2_124m", "--target", "v5e-8", "--on", "v5e-8"]) == 0
     assert asked[0][1].mesh.fsdp == 8
 
 

@@ -77,7 +77,7 @@ def test_the_whole_training_step_compiles_for_64_absent_v5p_chips(
         whole = leaf.size * leaf.dtype.itemsize
         assert sizes[jax.tree_util.keystr(path)] * mesh.fsdp <= whole or whole < 2**20, path
     assert memory.argument_size_in_bytes < 1.05 * sum(sizes.values()) + 2**24
-    hbm = load_mesh_preset("v5p_64")[1].hbm_bytes
+    hbm = load_mesh_preset("v5p-64")[1].hbm_bytes
     assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < hbm
 
 

@@ -3,20 +3,22 @@
 import pytest
 
 from jaxpar.base.errors import UserError
-from jaxpar.cli.launch import split_over
+from jaxpar.cli.arguments import take_words
 from jaxpar.launch.sweep import Trial, grid, results_table
 
 
 def test_every_combination_in_the_order_of_the_words():
     words = ["tiny", "--over", "mesh.tensor=1,2", "model.masks=[a(1, 2)],[b]", "--run", "here"]
-    over, rest = split_over(words)
+    over, rest = take_words("--over", words)
     assert rest == ["tiny", "--run", "here"]
     masks = ["model.masks=[a(1, 2)]", "model.masks=[b]"]
     assert grid(over) == [[f"mesh.tensor={size}", mask] for size in (1, 2) for mask in masks]
 
 
 def test_every_over_is_read_with_and_without_its_equals_sign():
-    assert split_over(["--over", "a.b=1", "--over", "c.d=x,y", "--run", "r", "--over=e.f=1,2"]) == (
+    assert take_words(
+        "--over", ["--over", "a.b=1", "--over", "c.d=x,y", "--run", "r", "--over=e.f=1,2"]
+    ) == (
         ["a.b=1", "c.d=x,y", "e.f=1,2"],
         ["--run", "r"],
     )

@@ -207,7 +207,7 @@ def parsed(*words: str) -> Config:
         ),
         ("llama3_8b --memory.budget 6GiB --memory.policy full", "memory.budget finds what to keep"),
         (
-            "llama3_8b --on h100_8 --overlap.mlp-gather ring",
+            "llama3_8b --on h100x8 --overlap.mlp-gather ring",
             "overlap.mlp_gather has no effect",
         ),
     ],
@@ -224,7 +224,7 @@ def test_a_preset_may_hold_what_a_flag_or_a_mesh_switches_off(preset: str) -> No
         for axis in ("data", "fsdp", "context", "tensor", "stage")
         for word in (f"--mesh.{axis}", "1")
     ]
-    assert parsed(preset, "--on", "h100_8").mesh.platform == "gpu"
+    assert parsed(preset, "--on", "h100x8").mesh.platform == "gpu"
     alone = parsed(
         preset,
         *one,

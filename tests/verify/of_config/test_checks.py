@@ -944,7 +944,7 @@ def test_the_command_says_equal_and_exits_0(
         "run",
         lambda setup, *_: verify.Verification(setup, (check,), 1.0),
     )
-    assert main("verify llama3_8b --on v5p_64".split()) == 0  # noqa: SIM905
+    assert main("verify llama3_8b --on v5p-64".split()) == 0  # noqa: SIM905
     assert (
         capsys.readouterr()
         .out.splitlines()[-1]
