@@ -39,7 +39,6 @@ WORDS = (
     "ici",
     "dcn",
     "topology_shape",
-    "memory",
     "maxtext_keys",
     "caveat",
     "source",
@@ -65,6 +64,8 @@ class PublishedRow:
     words: Mapping[str, str]
     place: str
     """The file and the line, for messages."""
+    stated_memory: int = 0
+    """The bytes that a device took; 0 = not stated."""
 
     @property
     def keys(self) -> dict[str, str]:
@@ -156,7 +157,10 @@ def _row(cells: Mapping[str, str], place: str) -> PublishedRow:
         raise row.refuse(
             "measured_step_seconds", cells.get("measured_step_seconds"), "write the seconds"
         )
-    return PublishedRow(name, row.chip, measured, batch, numbers, words, place)
+    gib = _number(row, "memory_gib", cells.get("memory_gib") or "")
+    return PublishedRow(
+        name, row.chip, measured, batch, numbers, words, place, stated_memory=int(2**30 * gib)
+    )
 
 
 def _number(row: PublishedRow, column: str, text: str) -> float:
