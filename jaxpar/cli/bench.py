@@ -156,7 +156,9 @@ def bench_foresight_command(words: list[str]) -> int:
 
     args = parse_words(bench_foresight_command.__doc__, BenchForesightArgs(), words)
     say = console().print
-    rows = board.choose_rows(read_rows(Path(args.rows)) if args.rows else published_rows(), args.only)
+    rows = board.choose_rows(
+        read_rows(Path(args.rows)) if args.rows else published_rows(), args.only
+    )
     if args.quick:
         rows = board.quick_rows(rows)
     folder = Path(args.out)

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 BAND = 0.1
 """The error that the band has to each side."""
@@ -47,4 +49,13 @@ def foresight_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
     above.set(xscale="log", yscale="log", xlim=ends, ylim=ends, ylabel="predicted, s")
     above.legend(frameon=False)
     below.set(xlabel="measured, s", ylabel="error of the prediction, %")
+    for axis in (above.xaxis, above.yaxis, below.xaxis):
+        _plain_numbers(axis)
     return figure
+
+
+def _plain_numbers(axis: Axis) -> None:
+    """Label a logarithmic axis 0.1, 0.3, 1, 3: a saved picture has no powers of ten."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())

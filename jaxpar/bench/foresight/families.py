@@ -41,10 +41,8 @@ _GEMMA3_1B = _TIED | {"model.masks": ["window(512)"] * 5 + ["causal"]}
 _GEMMA3 = _TIED | {"model.masks": ["window(1024)"] * 5 + ["causal"]}
 _MIXTRAL = {"model.experts": 8, "model.experts_per_token": 2}
 _QWEN3_MOE = {"model.experts": 128, "model.experts_per_token": 8}
+_QWEN3_CODER = {"model.experts": 160, "model.experts_per_token": 8}
 _NO_QK_NORM = ("queries and keys have no norm here: none of our families has it beside experts",)
-_GPT2_TIED = (
-    "the head is a matrix of its own there, unless logits_via_embedding says otherwise",
-)
 
 KNOWN = (
     Known("llama4", lacking="attention in chunks, and layers with and without experts in turn"),
@@ -53,7 +51,7 @@ KNOWN = (
     Known("mistral", "llama"),
     Known("qwen330ba3b", "llama", _QWEN3_MOE, _NO_QK_NORM),
     Known("qwen3235ba22b", "llama", _QWEN3_MOE, _NO_QK_NORM),
-    Known("qwen3coder480b", "llama", {"model.experts": 160, "model.experts_per_token": 8}, _NO_QK_NORM),
+    Known("qwen3coder480b", "llama", _QWEN3_CODER, _NO_QK_NORM),
     Known("qwen3next", lacking="linear attention"),
     Known("qwen3", "qwen3"),
     Known("qwen25", "qwen2"),

@@ -132,7 +132,9 @@ def price_program(step: Translation, text: Path) -> Priced:
     try:
         program = gzip.decompress(read_bytes(text)).decode()
     except (OSError, EOFError, ValueError) as error:
-        raise UserError(f"{text} is damaged ({error}): remove it, and it is compiled again") from error
+        raise UserError(
+            f"{text} is damaged ({error}): remove it, and it is compiled again"
+        ) from error
     spec = replace(step.config.mesh, distributed=False)
     mesh = make_mesh(spec, step.target.devices())
     priced = read_and_price(program, mesh, step.target)

@@ -27,7 +27,7 @@ linear is kept with the residual stream that it is added to, and the MLP's last 
 nobody in the backward.
 """
 NORMED = {"out_proj": ("attention_proj",), "mlpwo": ("mlp_out",)}
-"""The same where a norm follows a sublayer, as in Gemma."""
+"""Our activations where a norm follows a sublayer, as in Gemma."""
 _QKV = ("query_proj", "key_proj", "value_proj")
 _DOTS = (*_QKV, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo")
 POLICIES: dict[str, Mapping[str, str]] = {

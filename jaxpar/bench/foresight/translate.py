@@ -21,7 +21,7 @@ from jaxpar.bench.foresight.families import Known, NoFamily, known_model
 from jaxpar.bench.foresight.remat import ACTIONS, POLICIES, TENSORS, kept_activations
 from jaxpar.bench.foresight.rows import PublishedRow
 from jaxpar.models.families import FAMILIES, Family
-from jaxpar.rehearse.targets import GPUS_PER_NODE, Target, load_target
+from jaxpar.rehearse.targets import Target, load_target
 
 Changes = dict[str, Any]
 """New values of a config by dotted key."""
@@ -411,13 +411,14 @@ SETTLED = (
     "allow_split",
 )
 """What begins or ends the names of settings that are translated, or that no step shows."""
-NAMED = frozenset(
-    "model_name per_device_batch_size max_target_length dtype weight_dtype mu_dtype grad_dtype "
-    "opt_type remat_policy attention quantization scan_layers hardware use_iota_embed "
-    "reuse_example_batch decoder_block mlp_activations logits_via_embedding vocab_size fused_qkv "
-    "global_parameter_scale scale int8_training num_experts num_experts_per_tok "
-    "trainable_position_size gradient_accumulation_steps num_pipeline_microbatches".split()
-) | {*SIZES.values(), *TENSORS}
+NAMED = """
+model_name per_device_batch_size max_target_length dtype weight_dtype mu_dtype grad_dtype opt_type
+remat_policy attention quantization scan_layers hardware use_iota_embed reuse_example_batch
+decoder_block mlp_activations logits_via_embedding vocab_size fused_qkv global_parameter_scale scale
+int8_training num_experts num_experts_per_tok trainable_position_size capacity_factor
+gradient_accumulation_steps num_pipeline_microbatches
+optimizer_memory_host_offload parameter_memory_host_offload
+"""
 """Settings that are translated, or that no step shows."""
 
 
@@ -426,12 +427,13 @@ def _unlike(keys: Mapping[str, str], experts: int) -> list[str]:
     found = list[str]()
     if any(key.startswith(("sa_", "local_sa_")) for key in keys):
         found.append("the tiles of attention's kernel were chosen by hand there")
-    if experts and float(keys.get("capacity_factor") or -1) > 0:
+    if experts and keys.get("capacity_factor", "-1") not in ("-1", "-1.0"):
         found.append(f"experts drop tokens there (capacity_factor={keys['capacity_factor']})")
+    named = {*NAMED.split(), *SIZES.values(), *TENSORS}
     rest = [
         f"{key}={value}"
         for key, value in keys.items()
-        if key not in NAMED
+        if key not in named
         and not any(key.startswith(word) or key.endswith(word) for word in SETTLED)
         and not key.startswith("local_sa_")
     ]
