@@ -76,6 +76,21 @@ def rehearse(
     if not isinstance(target, Target):
         target = load_target(target)
     step = compile_step(experiment, target, say, program)
+    return report_of_step(step, name, command, say, graph)
+
+
+def report_of_step(
+    step: CompiledStep,
+    name: str = "",
+    command: str = "",
+    say: Say = lambda line: None,
+    graph: bool = False,
+) -> Rehearsal:
+    """Report what a compiled step says; the arguments are those of `rehearse`.
+
+    Raises:
+      UserError: the program cannot be read.
+    """
     config = step.experiment.config
     plan = step.experiment.plan
     model = step.experiment.model

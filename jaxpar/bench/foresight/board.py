@@ -66,7 +66,7 @@ class BoardRow(TypedDict):
     not_built: str
     """Why there is no such step; empty = there is one."""
     refused: str
-    """Why the compiler refused it, though it ran."""
+    """Why there is no program of it that could be priced, though it ran."""
     differences: list[str]
     """What is not the same in our step."""
     lines: list[BoardLine]
@@ -184,24 +184,37 @@ def _board_row(row: PublishedRow, folder: Path, say: Say) -> BoardRow:
     made["family"] = step.config.model.family
     made["target"] = step.target.name
     made["differences"] = list(step.differences)
-    stored = find_program(step, folder)
-    if stored is None:
-        say(f"compiling for {step.target.name}")
-        stored = compile_program(step, folder)
-    made["program"] = stored.text.name.removesuffix(".hlo.gz")
-    if stored.refused:
-        made["refused"] = stored.refused
-        say(f"refused: {stored.refused}")
+    try:
+        stored = _stored_program(step, folder, say)
+        _predict(made, step, stored)
+    except UserError as why:
+        made["refused"] = str(why)
+        say(f"refused: {why}")
         return made
-    _predict(made, step, stored)
     ratio = made["predicted"] / row.measured
     say(f"{made['predicted']:.4g} s predicted, {row.measured:.4g} measured, ratio {ratio:.3f}")
     return made
 
 
+def _stored_program(step: Translation, folder: Path, say: Say) -> StoredProgram:
+    """Find the program of a step in the folder, or compile it there.
+
+    Raises:
+      UserError: it is refused.
+    """
+    stored = find_program(step, folder)
+    if stored is None:
+        say(f"compiling for {step.target.name}")
+        stored = compile_program(step, folder)
+    if stored.refused:
+        raise UserError(stored.refused)
+    return stored
+
+
 def _predict(made: BoardRow, step: Translation, stored: StoredProgram) -> None:
     """Fill in what the stored program says by the prices of today."""
     priced = price_program(step, stored.text)
+    made["program"] = stored.text.name.removesuffix(".hlo.gz")
     time = stored.report["time"]
     made["predicted"] = priced.seconds
     made["exposed"] = priced.exposed

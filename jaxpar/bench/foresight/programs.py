@@ -23,7 +23,7 @@ from jaxpar.base.machine import versions
 from jaxpar.base.toml import flatten
 from jaxpar.bench.foresight.translate import Translation
 from jaxpar.plan import resolve_and_compile
-from jaxpar.rehearse.of_config import compile_step, on_target, rehearse
+from jaxpar.rehearse.of_config import compile_step, on_target, report_of_step
 from jaxpar.rehearse.program_report import lines_of
 from jaxpar.rehearse.report.schema import Line
 from jaxpar.rehearse.targets import load_target
@@ -84,7 +84,8 @@ def compile_program(step: Translation, folder: Path) -> StoredProgram:
     report.
 
     Raises:
-      UserError: the process was killed, which a machine with too little memory does.
+      UserError: the process failed, or was killed, which a machine with too little memory does;
+        then nothing is stored.
     """
     changed = flatten(step.config)
     standard = flatten(Config())
@@ -97,6 +98,10 @@ def compile_program(step: Translation, folder: Path) -> StoredProgram:
             raise UserError(
                 f"the process that compiled for {step.target.name} was killed: this machine may "
                 "have too little memory for it"
+            ) from error
+        except Exception as error:  # a fault of this library or of a compiler: the board goes on
+            raise UserError(
+                f"compiling for {step.target.name} failed: {type(error).__name__}: {error}"
             ) from error
     found = find_program(step, folder)
     assert found is not None, "the process has written it"
@@ -111,12 +116,12 @@ def _compile(changes: dict[str, Any], target_name: str, folder: Path, name: str)
     began = time.perf_counter()
     try:
         experiment, program = resolve_and_compile(on_target(config, target), target)
-        compiled = compile_step(experiment, target, program=program).compiled
-        report = rehearse(experiment, target, name, program=compiled.program)
+        made = compile_step(experiment, target, program=program)
+        report = report_of_step(made, name)
     except UserError as refused:
         kept["refused"] = str(refused)
     else:
-        write_whole(folder / f"{name}.hlo.gz", gzip.compress(compiled.text.encode(), 6))
+        write_whole(folder / f"{name}.hlo.gz", gzip.compress(made.compiled.text.encode(), 6))
         large = ("timeline", "alive", "graph")
         kept["report"] = {key: value for key, value in report.items() if key not in large}
     kept["seconds"] = time.perf_counter() - began
