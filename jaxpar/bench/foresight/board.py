@@ -13,7 +13,7 @@ from typing import TypedDict
 from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import Say, UserError, suggest
 from jaxpar.base.machine import versions
-from jaxpar.bench.foresight.figures import Figures, Pair, by_chip, judge, leave_one_model_out
+from jaxpar.bench.foresight.figures import Figures, Pair, judge, leave_one_model_out
 from jaxpar.bench.foresight.programs import (
     StoredProgram,
     compile_program,
@@ -84,6 +84,10 @@ class ChipFigures(TypedDict):
     """Of a plain count of FLOPs, likewise with one constant a chip."""
     counted_on: int
     """The rows that have other models of their chip, over which both of these are."""
+    memory: Figures | None
+    """The bytes of a device against those that were stated."""
+    refused: list[str]
+    """The steps that ran, and that do not fit by the rehearsal or were refused by a compiler."""
 
 
 class Board(TypedDict):
@@ -235,28 +239,36 @@ def _line(line: Line) -> BoardLine:
 
 
 def figures_of(rows: Sequence[BoardRow]) -> dict[str, ChipFigures]:
-    """Judge the rows that have a prediction, by chip and all together."""
-    built = [row for row in rows if row["predicted"]]
-    rehearsed = by_chip([_pair(row, row["predicted"]) for row in built])
-    counted = by_chip([_pair(row, row["counted"]) for row in built if row["counted"]])
-    found = {chip: _chip(pairs, counted.get(chip, [])) for chip, pairs in rehearsed.items()}
-    everything = [pair for pairs in rehearsed.values() for pair in pairs]
-    found[ALL] = _chip(everything, [pair for pairs in counted.values() for pair in pairs])
+    """Judge the rows that have a step, by chip and all together."""
+    tried = [row for row in rows if row["predicted"] or row["refused"]]
+    chips = sorted({row["chip"] for row in tried})
+    found = {chip: _judged([row for row in tried if row["chip"] == chip]) for chip in chips}
+    found[ALL] = _judged(tried)
     return found
 
 
-def _pair(row: BoardRow, seconds: float) -> Pair:
-    return Pair(seconds, row["measured"], row["model"], row["chip"])
-
-
-def _chip(rehearsed: Sequence[Pair], counted: Sequence[Pair]) -> ChipFigures:
+def _judged(rows: Sequence[BoardRow]) -> ChipFigures:
+    built = [row for row in rows if row["predicted"]]
+    rehearsed = [_pair(row, row["predicted"]) for row in built]
+    counted = [_pair(row, row["counted"]) for row in built if row["counted"]]
     left_out = leave_one_model_out(counted)
+    memory = [
+        Pair(row["memory"], row["stated_memory"], row["model"], row["chip"])
+        for row in built
+        if row["stated_memory"]
+    ]
     return {
         "rehearsed": judge(rehearsed),
         "one_constant": judge(leave_one_model_out(rehearsed)),
         "counted": judge(left_out),
         "counted_on": len(left_out),
+        "memory": judge(memory),
+        "refused": [row["name"] for row in rows if not row["fits"]],
     }
+
+
+def _pair(row: BoardRow, seconds: float) -> Pair:
+    return Pair(seconds, row["measured"], row["model"], row["chip"])
 
 
 def write_board(board: Board) -> str:
@@ -296,6 +308,10 @@ def chip_rows(board: Board) -> list[BenchRow]:
             figures = found[key]
             line[f"{name}, left out"] = _percent(figures["median"]) if figures else None
         line["on rows"] = found["counted_on"]
+        if memory := found["memory"]:
+            line["memory"] = _percent(memory["median"])
+            line["memory, worst"] = _percent(memory["worst"])
+        line["do not fit"] = len(found["refused"])
         lines.append(line)
     return lines
 

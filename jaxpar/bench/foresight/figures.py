@@ -5,7 +5,7 @@ FLOPs, would reach.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypedDict
 
 import numpy as np
@@ -89,12 +89,6 @@ def leave_one_model_out(pairs: Sequence[Pair]) -> list[Pair]:
             constant = fit(others)[pair.chip]
             found.append(pair._replace(predicted=constant * pair.predicted))
     return found
-
-
-def by_chip(pairs: Sequence[Pair]) -> Mapping[str, list[Pair]]:
-    """Group pairs by chip, the chips by name."""
-    chips = sorted({pair.chip for pair in pairs})
-    return {chip: [pair for pair in pairs if pair.chip == chip] for chip in chips}
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:

@@ -87,10 +87,17 @@ def test_each_chip_is_held_against_a_count_of_flops_on_the_same_rows() -> None:
             "measured": measured,
             "predicted": predicted,
             "counted": counted,
+            "name": model,
+            "memory": 21,
+            "stated_memory": 20 if model == "a" else 0,
+            "fits": predicted > 0,
+            "refused": "" if predicted else "no memory",
         }
 
     rows = [row("a", 2.0, 1.9, 1.0), row("b", 3.3, 3.3, 1.5), row("c", 1.0, 0.0, 0.0)]
-    figures = subject.figures_of(rows)["v6e"]
+    found = subject.figures_of(rows)
+    assert found["v6e"] == found["all"]
+    figures = found["v6e"]
     assert figures["rehearsed"]["rows"] == 2  # pyright: ignore[reportOptionalSubscript]
     # a is predicted by b's 2.2 and b by a's 2.0
     assert figures["counted"]["median"] == pytest.approx(  # pyright: ignore[reportOptionalSubscript]
@@ -98,6 +105,8 @@ def test_each_chip_is_held_against_a_count_of_flops_on_the_same_rows() -> None:
     )
     assert figures["one_constant"]["worst"] == pytest.approx(0.05263, abs=1e-5)  # pyright: ignore[reportOptionalSubscript]
     assert figures["counted_on"] == 2
+    assert figures["memory"]["worst"] == pytest.approx(0.05)  # pyright: ignore[reportOptionalSubscript]
+    assert figures["refused"] == ["c"]
 
 
 def test_what_is_written_can_be_read(tmp_path: Path, priced: list[str]) -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from jaxpar.bench.foresight.figures import (
     Pair,
-    by_chip,
     fit,
     judge,
     leave_one_model_out,
@@ -49,9 +48,3 @@ def test_ranks_that_are_equal_have_their_mean() -> None:
     assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9487, abs=1e-4)
     assert spearman([1, 2], [1, 2]) is None
     assert spearman([1, 1, 1], [1, 2, 3]) is None
-
-
-def test_chips_are_in_order() -> None:
-    pairs = [Pair(1, 1, "a", "y"), Pair(1, 1, "a", "x"), Pair(2, 1, "b", "y")]
-    assert {chip: len(of) for chip, of in by_chip(pairs).items()} == {"x": 1, "y": 2}
-    assert list(by_chip(pairs)) == ["x", "y"]
