@@ -13,6 +13,7 @@ import jax
 
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.layout.mesh import MeshSpec
+from jaxpar.base.prices import Prices
 from jaxpar.base.toml import find_toml, from_toml, presets
 
 LANES = 128
@@ -131,6 +132,8 @@ class Hardware:
     """JAX devices of one chip."""
     clock_hz: float = 0.0
     """The clock of the matmul units, which turns a compiler's cycles into seconds."""
+    matrix_unit: int = 0
+    """The columns of a TPU's matrix unit: with fewer, a part of it idles."""
     hbm_bytes: int = 0
     """Size of the device memory. A program gets a little less: the runtime keeps some."""
     hbm_bandwidth: float = 0.0
@@ -150,6 +153,7 @@ class Hardware:
     TPUs.
     """
     peak_flops: PeakFlops = field(default_factory=PeakFlops)
+    prices: Prices = field(default_factory=Prices)
     ici: Interconnect = field(default_factory=Interconnect)
     protocols: tuple[Protocol, ...] = ()
 

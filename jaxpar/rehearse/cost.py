@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxpar.base.hardware import Hardware, PeakFlops
+from jaxpar.base.kernel_work import AttentionWork
 from jaxpar.hlo.program.tasks import Collective, Path, Program, Task, walk_paths
 from jaxpar.rehearse.link_costs import CollectiveTime
 
@@ -45,6 +46,8 @@ class Cost:
     """
     launch: float = 0.0
     """The part of `seconds` before its work begins."""
+    slows: float = 0.0
+    """The seconds that compute loses to an asynchronous collective beside it."""
 
 
 Costs = dict[Path, Cost]
@@ -86,26 +89,44 @@ def _cost(
     compute = () if task.asynchronous else (COMPUTE,)
     if task.collective is not None:
         on_links = collective_time(task.collective)
-        return Cost(on_links.seconds, (*compute, *on_links.resources))
+        slows = hardware.prices.hidden * on_links.seconds if task.asynchronous else 0.0
+        return Cost(on_links.seconds, (*compute, *on_links.resources), slows=slows)
     if task.kind == "host_copy":
         if task.bytes and not hardware.host_link_bandwidth:
             notes["no figure for the host link: its copies are taken to cost nothing"] += 1
-        seconds = hardware.host_link_latency + task.bytes / (
-            hardware.host_link_bandwidth or math.inf
-        )
+        seconds = hardware.host_link_latency + task.bytes / _host_link(hardware)
         return Cost(seconds, (*compute, HOST))
     if task.kind == "host_compute":
         return _host_compute(task, hardware, compute, notes)
     lanes = compute or ((DMA,) if task.kind == "copy" else (SIDE,))
     if task.cycles is not None and hardware.clock_hz:
-        return Cost(task.cycles / hardware.clock_hz, lanes)
+        return Cost(hardware.prices.compute * _by_cycles(task, task.cycles, hardware), lanes)
     if task.kind == "control" and not task.flops and not task.bytes:
         return Cost(0.0, compute)
     if task.asynchronous:
         launch = 0.0
     else:
         launch = hardware.launch_overhead
-    return Cost(_roofline(task, hardware, notes) + launch, lanes, launch)
+    seconds = hardware.prices.compute * _roofline(task, hardware, notes)
+    return Cost(seconds + launch, lanes, launch)
+
+
+def _by_cycles(task: Task, cycles: int, hardware: Hardware) -> float:
+    """Return the seconds of a task by the compiler's cycles.
+
+    Those of copies and of fusions without a matmul are no times: a copy that waits for nothing but
+    the memory may be given a quarter of its bandwidth. What the memory takes is the most that
+    counts of them.
+    """
+    seconds = cycles / hardware.clock_hz
+    if task.kind in ("copy", "fusion") and task.bytes and hardware.hbm_bandwidth:
+        return min(seconds, task.bytes / (hardware.prices.memory * hardware.hbm_bandwidth))
+    return seconds
+
+
+def _host_link(hardware: Hardware) -> float:
+    """Return the bytes a second that copies to and from the host get."""
+    return hardware.prices.host_link * hardware.host_link_bandwidth or math.inf
 
 
 def _host_compute(
@@ -114,7 +135,7 @@ def _host_compute(
     """Price what the host computes: one pass over its arrays, and the host link for those on the
     device.
     """
-    link = hardware.host_link_bandwidth or math.inf
+    link = _host_link(hardware)
     memory = hardware.host_memory_bandwidth
     if not memory:
         notes["no figure for the host's memory: it is taken to be as fast as the host link"] += 1
@@ -128,8 +149,8 @@ def _host_compute(
 
 
 def _roofline(task: Task, hardware: Hardware, notes: Counter[str]) -> float:
-    """Return the longer of arithmetic at its peak and traffic at the memory's bandwidth, in
-    seconds.
+    """Return the longer of arithmetic and traffic in seconds, at the shares of the peak and of the
+    memory's bandwidth that programs reach.
     """
     arithmetic = 0.0
     if task.flops:
@@ -139,12 +160,38 @@ def _roofline(task: Task, hardware: Hardware, notes: Counter[str]) -> float:
                 f"no peak for {task.dtype or 'an unknown dtype'}: its arithmetic is taken to "
                 "cost nothing"
             ] += 1
-        arithmetic = task.flops / (peak or math.inf)
+        arithmetic = _seconds_at(peak or math.inf, task, hardware)
     if task.bytes and not hardware.hbm_bandwidth:
         notes["no figure for the memory's bandwidth: traffic is taken to cost nothing"] += 1
     if not task.flops and not task.bytes:
         notes[f"{task.opcode} says nothing of its work: taken to cost a launch"] += 1
-    return max(arithmetic, task.bytes / (hardware.hbm_bandwidth or math.inf))
+    bandwidth = hardware.prices.memory * hardware.hbm_bandwidth
+    return max(arithmetic, task.bytes / (bandwidth or math.inf))
+
+
+def _seconds_at(peak: float, task: Task, hardware: Hardware) -> float:
+    """Return the seconds that a task's matmuls take on a chip of this peak."""
+    prices = hardware.prices
+    if task.attention is None:
+        known = prices.matmul_float32 if peak_name(task.dtype) == "float32" else prices.matmul
+        return task.flops / (peak * known)
+    attention = task.attention
+    row = prices.attention_share(
+        attention.stands_for or attention.kernel, attention.head_dim, attention.keys
+    )
+    if row is not None:
+        share = row.backward if attention.backward else row.forward
+        return attention.needed_flops / (peak * share)
+    return task.flops / (peak * _filled(attention, hardware))
+
+
+def _filled(attention: AttentionWork, hardware: Hardware) -> float:
+    """Return the share of a TPU's matrix unit that a head fills: of its columns in the sum of the
+    values, and of its rows in the scores.
+    """
+    if not hardware.matrix_unit:
+        return 1.0
+    return min(1.0, attention.head_dim / hardware.matrix_unit)
 
 
 def peak_name(dtype: str) -> str:

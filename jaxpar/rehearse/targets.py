@@ -3,7 +3,7 @@
 
 A TPU's number counts chips, not cores: the 64 chips of `v5p-64` are v5p-128 at Google Cloud.
 `v5p-128x4` is four slices of 128 chips, `v5p:4x4x8` is a slice of exactly this shape, and `h100x64`
-is 64 GPUs, eight to a node.
+is 64 GPUs, eight to a node. `h100x64@a3-highgpu-8g` says in which machines they are.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from jaxpar.base.hardware import CHIPS, Chip, Hardware, Slices, load_chip
 from jaxpar.base.jax_compat import find_private, refusal_without, register_gpu_compiler
 from jaxpar.base.layout.mesh import MeshSpec, describe, resolve
 from jaxpar.base.machine import versions
+from jaxpar.base.machine_types import load_machine_type
 from jaxpar.base.process.runtime import without_chips
 from jaxpar.base.toml import presets
 
@@ -38,7 +39,9 @@ class Target:
     """A system of equal devices, perhaps not here: what to compile for, and what it can do."""
 
     name: str
-    """The name as this library writes it: `v5p-64`, `v5p-128x4`, `v5p:4x4x8`, `h100x64`."""
+    """The name as this library writes it: `v5p-64`, `v5p-128x4`, `v5p:4x4x8`, `h100x64`,
+    `h100x64@a3-highgpu-8g`.
+    """
     chip: str
     """The name of a file in `jaxpar.meshes.chips`, such as `v5p`."""
     platform: Platform
@@ -132,7 +135,8 @@ def load_target(name: str) -> Target:
 
     Args:
       name: a chip and a size: `v5p-64` for 64 chips, `v5p-64x4` for four slices of them,
-        `v5p:4x4x4` for a shape, `h100x64` for 64 GPUs.
+        `v5p:4x4x4` for a shape, `h100x64` for 64 GPUs; of GPUs a type of machine may follow:
+        `h100x64@a3-highgpu-8g`.
 
     Raises:
       UserError: the chip is unknown, or its topology does not allow this size; the message names
@@ -142,7 +146,8 @@ def load_target(name: str) -> Target:
         raise UserError(
             f'a target is a name, such as "v5p-64" or "h100x8", and {short(name)} was given'
         )
-    match = re.fullmatch(r"(\w+?)([-:x])(\d+(?:x\d+)*)", name.lower())
+    size, at, machine = name.lower().partition("@")
+    match = re.fullmatch(r"(\w+?)([-:x])(\d+(?:x\d+)*)", size)
     chips = {chip: load_chip(chip) for chip in presets(CHIPS)}
     if match is None or match[1] not in chips:
         words = [
@@ -150,7 +155,7 @@ def load_target(name: str) -> Target:
             for key, chip in chips.items()
             for n in (8, 64, 256)
         ]
-        guess = suggest(name.lower().replace("litepod", "e"), words)
+        guess = suggest(size.replace("litepod", "e"), words)
         raise UserError(
             f"no target {name!r}{guess}: chips are {', '.join(chips)}, as in v5p-64, v5p-64x4, "
             "h100x64"
@@ -159,9 +164,11 @@ def load_target(name: str) -> Target:
     mark = match[2]
     numbers = _numbers(match[3])
     chip = chips[key]
+    if at and chip.slices.name:
+        raise UserError(f"target {name!r}: types of machines are those of GPUs, and {key} is a TPU")
     match mark, numbers:
         case "x", (count,) if count > 0 and not chip.slices.name:
-            return _gpus(key, chip, count)
+            return _in_machines(_gpus(key, chip, count), machine) if at else _gpus(key, chip, count)
         case ":", shape if chip.slices.name:
             return _slice(key, chip, shape, 1, named_by_shape=True)
         case "-", (count,) | (count, _) if min(numbers) > 0 and chip.slices.name:
@@ -289,6 +296,18 @@ def _gpus(name: str, chip: Chip, count: int) -> Target:
         ),
     )
     return Target(f"{name}x{count}", name, "cuda", hardware, nodes, f"{nodes}x{per_node}")
+
+
+def _in_machines(target: Target, name: str) -> Target:
+    """Return the target in machines of this type."""
+    machine = load_machine_type(name, target.chip)
+    count = target.hardware.chips
+    if count > machine.gpus != GPUS_PER_NODE:
+        raise UserError(
+            f"target '{target.name}@{name}': such a machine has {machine.gpus} GPU, and several of "
+            f"them are no target: try {target.chip}x{machine.gpus}@{name}"
+        )
+    return replace(target, name=f"{target.name}@{name}", hardware=machine.on(target.hardware))
 
 
 # Devices to compile for.

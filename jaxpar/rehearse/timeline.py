@@ -397,6 +397,9 @@ class _Player:
                 self.events.append(Event(lane, start, step.cost.seconds, task))
         if not task.asynchronous:
             self.now = end.time
+        elif step.cost.slows:
+            self.stalls.append((step.path, step.cost.slows))
+            self.now += step.cost.slows
         return end
 
     def _loop(self, step: _Step, loop: Loop, drawn: bool) -> None:

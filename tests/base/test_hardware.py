@@ -18,6 +18,7 @@ from jaxpar.base.hardware import (
     peak_flops,
 )
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed
+from jaxpar.base.prices import AttentionShare, Prices
 from jaxpar.base.toml import flatten, presets
 
 MESHES = presets("jaxpar.meshes")
@@ -69,6 +70,8 @@ def test_figures_are_positive(name):
     allowed = {"peak_flops.float8", "chips"} | (
         set() if name in GPUS else {"peak_flops.float32", "launch_overhead"}
     )
+    # what a hidden collective costs is fitted, and a matrix unit has a width on TPUs
+    allowed |= {"prices.hidden", "matrix_unit"} if name in GPUS else {"prices.hidden"}
     # of a host for which there is no source, the link's speed stands for it
     allowed |= {"host_memory_bandwidth", "host_flops"}
     if hardware.devices_per_chip == 1:
@@ -102,6 +105,44 @@ def test_only_tpus_come_in_slices(name):
     assert (
         bool(slices.shapes) == bool(slices.most_chips) == bool(slices.vendor) == (name not in GPUS)
     )
+
+
+@every_chip
+def test_no_program_reaches_more_than_the_peak(name):
+    prices = load_chip(name).hardware.prices
+    shares = [prices.matmul, prices.matmul_float32, prices.memory]
+    shares += [share for row in prices.attention for share in (row.forward, row.backward)]
+    assert all(0.1 < share <= 1 for share in shares)
+    assert 0 <= prices.hidden < 1
+
+
+TABLE = Prices(
+    attention=(
+        AttentionShare("cudnn", 64, 1000, 0.25, 0.2),
+        AttentionShare("cudnn", 64, 4000, 0.5, 0.4),
+        AttentionShare("cudnn", 128, 4000, 0.6, 0.5),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tokens", "forward"),
+    [
+        (64, 1000, 0.25),
+        (64, 100, 0.25),
+        (64, 8000, 0.5),
+        (64, 2000, 1 / 2.6666667),  # a third of the way from 4 to 2 is left of 1/1000 to 1/4000
+        (80, 4000, 0.5),
+        (128, 1, 0.6),
+        (96, 4000, 0.6),  # as near to both: the larger
+    ],
+)
+def test_attention_between_two_lengths_is_linear_in_one_over_the_length(
+    head_dim: int, tokens: int, forward: float
+):
+    found = TABLE.attention_share("cudnn", head_dim, tokens)
+    assert found and found.forward == pytest.approx(forward)
+    assert TABLE.attention_share("splash", head_dim, tokens) is None
 
 
 def test_v5p_sends_180_gb_a_second_along_an_axis():

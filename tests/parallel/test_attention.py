@@ -480,13 +480,13 @@ def test_the_flops_of_splash_are_those_of_the_share_that_it_says(name: str, matm
         (B, H, S),
     ]
     path = "jit(step)/transpose(jvp())/block/attention/core/shard_map/computed=0.25/splash_mha/splash_mha/pallas_call"
-    assert kernel_cost(f"splash_mha_{name}", path, shapes) == 2 * matmuls * B * H * S * T * h / 4
-    assert (
-        kernel_cost(f"splash_mha_{name}", "another/pallas_call", shapes)
-        == 2 * matmuls * B * H * S * T * h / 2
-    )
-    assert kernel_cost(f"splash_mha_{name}", path, shapes[:2]) is None
-    assert kernel_cost(f"ring_{name}", path, shapes) is None
+    found = kernel_cost(f"splash_mha_{name}", path, shapes, {})
+    assert found and found.flops == 2 * matmuls * B * H * S * T * h / 4
+    assert found.attention == ("splash", h, T, found.flops, matmuls, "")
+    half = kernel_cost(f"splash_mha_{name}", "another/pallas_call", shapes, {})
+    assert half and half.flops == 2 * found.flops
+    assert kernel_cost(f"splash_mha_{name}", path, shapes[:2], {}) is None
+    assert kernel_cost(f"ring_{name}", path, shapes, {}) is None
     assert decode(path) == ("block/attention/core", "backward")
 
 

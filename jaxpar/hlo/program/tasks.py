@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxpar.base.kernel_work import AttentionWork
+
 TaskKind = Literal[
     "matmul", "fusion", "kernel", "collective", "copy", "host_copy", "host_compute", "control"
 ]
@@ -124,6 +126,8 @@ class Task:
     shape: str = ""
     """The shape of the result, for people: `bf16[1,8192,4096]`."""
     collective: Collective | None = None
+    attention: AttentionWork | None = None
+    """What it computes where it is a kernel of attention that is known."""
     asynchronous: bool = False
     """Whether it runs beside what follows, until its `Wait`."""
     needs: Needs = Needs()

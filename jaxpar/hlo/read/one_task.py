@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 
+from jaxpar.base.kernel_work import KernelCost
 from jaxpar.hlo.program import opcodes
 from jaxpar.hlo.program.module import Computation, Instruction, Module
 from jaxpar.hlo.program.tasks import Origin, Task
 from jaxpar.hlo.work.collectives import Devices, collective_of
-from jaxpar.hlo.work.flops import KernelCost, kernel_work, work_of
+from jaxpar.hlo.work.flops import kernel_work, work_of
 from jaxpar.hlo.work.host_compute import host_work, is_host_call
 from jaxpar.hlo.work.kinds import kind_of, shape_text
 from jaxpar.hlo.work.memory_traffic import copied_bytes, result_of, traffic
@@ -35,8 +36,7 @@ def make_task(
 
     Args:
       devices: the devices of the module's assignment, which a collective names by their positions.
-      kernel_cost: a function that gives the FLOPs of a Pallas kernel that does not state them
-        itself.
+      kernel_cost: a function that gives the work of a Pallas kernel.
       instruction: one that takes time.
       origin: the place in the model that the instruction is from.
 
@@ -73,5 +73,6 @@ def make_task(
         dtype=work.dtype or next(shape.leaves(), instruction.shape).dtype,
         shape=shape_text(shape),
         collective=collective,
+        attention=work.attention,
         asynchronous=opcodes.is_start(module, instruction),
     )

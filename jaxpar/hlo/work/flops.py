@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from functools import lru_cache
 from math import gcd, prod
 from typing import Any, NamedTuple
 
+from jaxpar.base.kernel_work import (
+    BACKWARD_MATMULS,
+    FORWARD_MATMULS,
+    AttentionWork,
+    KernelCost,
+)
 from jaxpar.hlo.program.module import Computation, Instruction, Module, Shape
 from jaxpar.hlo.program.opcodes import CALLERS, GEMM_TARGETS
 from jaxpar.hlo.program.text import words_of
 
-KernelCost = Callable[[str, str, list[tuple[int, ...]]], float | None]
-"""A function (instruction name, its path in jax, its operands' shapes) -> the FLOPs of a kernel;
-None if they are unknown.
-"""
 _ATTENTION = "__cudnn$fmha"
 
 
@@ -33,6 +34,8 @@ class Multiplied(NamedTuple):
 
     flops: float = 0.0
     dtype: str = ""
+    attention: AttentionWork | None = None
+    """What a kernel of attention computes, where the task is one."""
 
 
 def work_of(module: Module, computation: Computation, instruction: Instruction) -> Multiplied:
@@ -59,8 +62,12 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
             flops = _convolution_flops(
                 instruction, shapes[0], shapes[1], next(instruction.shape.leaves())
             )
+        case "custom-call" if instruction.target.startswith(_ATTENTION):
+            attention = _cudnn_work(instruction, shapes)
+            flops = attention.flops if attention else 0.0
+            return Multiplied(flops, shapes[0].dtype if flops else "", attention)
         case "custom-call":
-            flops = _library_flops(instruction, shapes)
+            flops = _gemm_flops(instruction, shapes)
         case _:
             flops = 0.0
     if flops:
@@ -128,23 +135,25 @@ def _positions(
     return total
 
 
-def _library_flops(call: Instruction, shapes: list[Shape]) -> float:
-    """Count the FLOPs of a known library's matmul or attention; 0 for any other custom call.
-
-    Attention by cuDNN takes 4 B H S T h forward and 10 backward, half of it where it is causal, and
-    less where a window slides, since tiles that are wholly masked are skipped.
-    """
-    target = call.target
-    config = backend_config(call)
+def _gemm_flops(call: Instruction, shapes: list[Shape]) -> float:
+    """Count the FLOPs of a library's matmul; 0 for any other custom call."""
     result = next(call.shape.leaves(), None)
-    if result is None or not shapes:
+    if result is None or not shapes or not call.target.startswith(GEMM_TARGETS):
         return 0.0  # the first part of a tuple is the result, the others are workspace
-    if target.startswith(GEMM_TARGETS):
-        numbers = _find(config, "dot_dimension_numbers") or {}
-        contracted = [int(dim) for dim in numbers.get("lhs_contracting_dimensions", ())] or [-1]
-        return 2.0 * result.elements * prod(shapes[0].dims[dim] for dim in contracted)
-    if not target.startswith(_ATTENTION) or [len(shape.dims) for shape in shapes[:2]] != [4, 4]:
-        return 0.0
+    numbers = _find(backend_config(call), "dot_dimension_numbers") or {}
+    contracted = [int(dim) for dim in numbers.get("lhs_contracting_dimensions", ())] or [-1]
+    return 2.0 * result.elements * prod(shapes[0].dims[dim] for dim in contracted)
+
+
+def _cudnn_work(call: Instruction, shapes: list[Shape]) -> AttentionWork | None:
+    """Read what attention by cuDNN computes; None where the call has an unknown form.
+
+    It takes 4 B H S T h FLOPs forward and 10 backward, half of it where it is causal, and less
+    where a window slides, since tiles that are wholly masked are skipped.
+    """
+    config = backend_config(call)
+    if [len(shape.dims) for shape in shapes[:2]] != [4, 4]:
+        return None
     q = shapes[0].dims
     k = shapes[1].dims
     # With [B, S, H, h] or [B, H, S, h], multiply q's dims by the keys' length, which is k's dim
@@ -159,7 +168,10 @@ def _library_flops(call: Instruction, shapes: list[Shape]) -> float:
     seen = keys * 0.5 if causal else keys
     if causal and 0 < window < keys:
         seen = window * (1 - window / (2 * keys))
-    return (10.0 if "Backward" in target else 4.0) * prod(q) * seen
+    matmuls = BACKWARD_MATMULS if "Backward" in call.target else FORWARD_MATMULS
+    return AttentionWork(
+        "cudnn", q[-1], min(window or keys, keys), 2.0 * matmuls * prod(q) * seen, matmuls
+    )
 
 
 def kernel_work(
@@ -172,19 +184,21 @@ def kernel_work(
 
     Args:
       bytes_: the bytes to take where none are stated.
-      kernel_cost: gives the FLOPs, where none are stated, of the call's name, its path and the dims
-        of its operands; None = they are not known.
+      kernel_cost: gives the FLOPs, where none are stated, and what is known of attention; None =
+        nothing is known.
     """
     shapes = [operand.shape for operand in computation.operands(call)]
     stated = _stated_cost(call)
-    flops = float(stated.get("flops", 0))
-    if not flops and kernel_cost:
-        flops = kernel_cost(call.name, call.op_name, [shape.dims for shape in shapes]) or 0.0
+    known = None
+    if kernel_cost:
+        known = kernel_cost(call.name, call.op_name, [shape.dims for shape in shapes], stated)
+    flops = float(stated.get("flops", 0)) or (known.flops if known else 0.0)
     if shapes and flops:
         dtype = max(shapes, key=lambda shape: shape.bytes).dtype
     else:
         dtype = ""
-    return Multiplied(flops, dtype), int(stated.get("bytes_accessed", bytes_))
+    attention = known.attention if known else None
+    return Multiplied(flops, dtype, attention), int(stated.get("bytes_accessed", bytes_))
 
 
 def _stated_cost(call: Instruction) -> dict[str, Any]:

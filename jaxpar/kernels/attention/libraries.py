@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from typing import NamedTuple, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jaxpar.base.compiled_for import too_old
 from jaxpar.base.compiler import repeats_to_the_bit
 from jaxpar.base.hardware import LANES
 from jaxpar.base.jax_compat import cudnn_version, refusal_without, splash_attention
+from jaxpar.base.kernel_work import FORWARD_MATMULS, AttentionWork, KernelWork
 from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.attention.kernel import AttentionRequest
 from jaxpar.kernels.masks import (
@@ -40,6 +42,8 @@ _COMPUTED = "computed="
 _FOR_CUDNN = "for_cudnn="  # a name around a kernel that is there because cuDNN is not: which kernel
 _NO_CUDNN = "cuDNN is not installed"
 _CUDNN_HEAD_DIM = 128  # at most, in the backward on every chip
+_MATMULS = {"forward": FORWARD_MATMULS, "dq": 3, "dkv": 4}  # by the kernels of this library
+_SPLASH_MATMULS = {"splash_mha_fwd": FORWARD_MATMULS, "splash_mha_dq": 3, "splash_mha_dkv": 4}
 
 
 class _Band(NamedTuple):
@@ -265,31 +269,53 @@ def _band_of(mask: Mask) -> _Band | None:
 
 
 def kernel_cost(
-    name: str,
-    path: str,
-    shapes: list[tuple[int, ...]],
-) -> float | None:
-    """Count the FLOPs of one call of a library's kernel, which the compiled program does not state;
-    None for any other kernel.
+    name: str, path: str, shapes: list[tuple[int, ...]], stated: Mapping[str, Any]
+) -> KernelWork | None:
+    """Find the work of one call of a kernel of attention, as far as a compiled program tells; None
+    for any other kernel.
 
     In the path of the operation `splash` leaves the share of the scores that are computed; where
-    something else called the kernel, the share is taken as half, as under a causal mask.
+    something else called the kernel, the share is taken as half, as under a causal mask. The
+    kernels of this library state their FLOPs, and those for GPUs more of their work.
 
     Args:
       name: the name of the call's instruction, such as `splash_mha_fwd_residuals.3`.
       path: jax's path of the operation.
       shapes: the shapes of the call's operands.
+      stated: the cost that the kernel states itself.
     """
-    matmuls = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
-    count = next(
-        (n for prefix, n in matmuls.items() if name.startswith(prefix)),
-        None,
-    )
+    ours = re.search(r"\battention_(forward|dq|dkv)\b", f"{path} {name}")
+    if ours and "flops" in stated:
+        return _work_of_ours(_MATMULS[ours[1]], path, shapes, stated)
     arrays = [
         shape for shape in shapes if len(shape) >= 3 and shape[-1] % LANES == 0 and shape[-2] > 8
     ]
-    share = re.search(rf"{_COMPUTED}([\d.e-]+)", path)
-    if count is None or len(arrays) < 2:
+    matmuls = next(
+        (count for prefix, count in _SPLASH_MATMULS.items() if name.startswith(prefix)), None
+    )
+    if matmuls is None or len(arrays) < 2:
         return None
+    share = re.search(rf"{_COMPUTED}([\d.e-]+)", path)
     (*batch, S, h), (*_, T, _) = arrays[:2]
-    return count * 2 * math.prod(batch) * h * S * T * (float(share[1]) if share else 0.5)
+    flops = matmuls * 2 * math.prod(batch) * h * S * T * (float(share[1]) if share else 0.5)
+    return KernelWork(flops, AttentionWork("splash", h, T, flops, matmuls))
+
+
+def _work_of_ours(
+    matmuls: int, path: str, shapes: list[tuple[int, ...]], stated: Mapping[str, Any]
+) -> KernelWork | None:
+    """Find the work of one of this library's kernels, which states it as `triton` does."""
+    queries = next((shape for shape in shapes if len(shape) == 4), None)
+    if queries is None:
+        return None
+    flops = float(stated["flops"])
+    stands_for = "cudnn" if re.search(rf"{_FOR_CUDNN}\w", path) else ""
+    attention = AttentionWork(
+        str(stated.get("kernel", "pallas_tpu")),
+        queries[-1],
+        int(stated.get("keys", 0)),
+        float(stated.get("seen_flops", flops)),
+        matmuls,
+        stands_for,
+    )
+    return KernelWork(flops, attention)

@@ -32,7 +32,7 @@ from jaxpar.kernels.attention.triton_kernels import (
     attention_forward,
 )
 from jaxpar.kernels.attention.triton_tiles import LEAST, Tile, TileSizes, tile_sizes_here
-from jaxpar.kernels.attention.visits import block_units, visits
+from jaxpar.kernels.attention.visits import Visits, block_units, visits
 from jaxpar.kernels.masks import Mask, Tiles, segments_in
 
 MOST_HEAD_DIM = 256
@@ -147,7 +147,8 @@ def _run(
     else:
         most_visits = int(lists.some.sum())
     visited = most_visits * B // len(lists.some)
-    flops = 2 * products * H * h * visited * tile.block_q * tile.block_k
+    of_tile = 2 * products * H * h * tile.block_q * tile.block_k
+    flops = of_tile * visited
     moved = sum(x.size * x.dtype.itemsize for x in (*arrays, *outs))
     return pl.pallas_call(
         partial(kernel, plan),
@@ -163,8 +164,23 @@ def _run(
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=call.interpret,
         name=kernel.__name__,
-        metadata={"flops": str(flops), "bytes_accessed": str(moved)},
+        metadata={
+            "flops": str(flops),
+            "bytes_accessed": str(moved),
+            "kernel": "pallas_gpu",
+            "keys": str(T),
+            "seen_flops": str(of_tile * _seen_tiles(lists) * B // len(lists.some)),
+        },
     )(*given)
+
+
+def _seen_tiles(lists: Visits) -> int:
+    """Count the visited tiles, those that a mask's edge crosses as halves: one with the diagonal
+    shows half of its scores.
+    """
+    if isinstance(lists.some, jax.Array) or isinstance(lists.full, jax.Array):
+        return lists.entries.size  # known only as it runs
+    return int((lists.some + lists.full).sum()) // 2
 
 
 def _fit_tile(tile: Tile, S: int, T: int, mask: Mask, call: Call) -> Tile:

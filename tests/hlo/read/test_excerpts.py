@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxpar.base.kernel_work import AttentionWork, KernelWork
 from jaxpar.hlo.program.tasks import Loop, Node, Program, Task, Wait, walk
 from jaxpar.hlo.read import read_program
 
@@ -136,19 +138,21 @@ def test_kernels_with_and_without_a_cost_estimate() -> None:
 
 def test_a_kernel_priced_by_who_knows_it() -> None:
     asked: list[tuple[str, str, int]] = []
+    attention = AttentionWork("splash", 128, 1024, 123.0)
 
     def cost(
-        name: str,
-        path: str,
-        shapes: list[tuple[int, ...]],
-    ) -> float | None:
+        name: str, path: str, shapes: list[tuple[int, ...]], stated: Mapping[str, object]
+    ) -> KernelWork | None:
         asked.append((name, path.rpartition("/")[2], len(shapes)))
-        return 123.0 if name.startswith("splash") else None
+        if stated:
+            return KernelWork(7.0)
+        return KernelWork(123.0, attention) if name.startswith("splash") else None
 
     found = excerpt("tpu_kernel", kernel_cost=cost)
     splash = task(found.nodes, "splash_mha_fwd_residuals.1")
     assert asked == [("splash_mha_fwd_residuals.1", "pallas_call", 6)]
     assert (splash.flops, splash.dtype, found.notes) == (123.0, "bf16", ())
+    assert splash.attention == attention
     stated = excerpt("tpu_kernel_cost", kernel_cost=cost).nodes[0]
     assert isinstance(stated, Task) and stated.flops == 2 * 256**3, "its own estimate stands"
 
@@ -158,6 +162,9 @@ def test_attention_by_cudnn_is_a_kernel_with_flops() -> None:
     assert isinstance(forward, Task) and isinstance(backward, Task)
     assert forward.kind == backward.kind == "kernel" and backward.flops == 2.5 * forward.flops > 0
     assert (forward.origin.phase, backward.origin.phase) == ("forward", "backward")
+    assert forward.attention and backward.attention
+    assert (forward.attention.kernel, forward.attention.backward) == ("cudnn", False)
+    assert (backward.attention.matmuls, backward.attention.flops) == (5, backward.flops)
     assert backward.depends == (0,)
 
 
