@@ -57,12 +57,18 @@ class Priced(NamedTuple):
 
 
 def program_name(step: Translation) -> str:
-    """Name the program of a step: the same config, target and compilers have the same name."""
+    """Name the program of a step: the same config, target and compilers have the same name. In what
+    machines a target's GPUs are, no compiler asks.
+    """
+    target = _compiled_target(step)
     values = json.dumps(flatten(step.config), sort_keys=True, default=str)
-    said = f"{_FORMAT} {values} {step.target.name} {sorted(versions().items())}"
+    said = f"{_FORMAT} {values} {target} {sorted(versions().items())}"
     digest = hashlib.sha256(said.encode()).hexdigest()[:12]
-    shape = step.target.name.replace(":", "_")
-    return f"{shape}-{step.config.model.family}-{digest}"
+    return f"{target.replace(':', '_')}-{step.config.model.family}-{digest}"
+
+
+def _compiled_target(step: Translation) -> str:
+    return step.target.name.partition("@")[0]
 
 
 def find_program(step: Translation, folder: Path) -> StoredProgram | None:
@@ -93,7 +99,9 @@ def compile_program(step: Translation, folder: Path) -> StoredProgram:
     context = get_context("spawn")
     with ProcessPoolExecutor(1, context) as pool:
         try:
-            pool.submit(_compile, changes, step.target.name, folder, program_name(step)).result()
+            pool.submit(
+                _compile, changes, _compiled_target(step), folder, program_name(step)
+            ).result()
         except BrokenProcessPool as error:
             raise UserError(
                 f"the process that compiled for {step.target.name} was killed: this machine may "

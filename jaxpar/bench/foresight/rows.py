@@ -39,6 +39,7 @@ WORDS = (
     "ici",
     "dcn",
     "topology_shape",
+    "machine",
     "maxtext_keys",
     "caveat",
     "source",

@@ -83,7 +83,8 @@ def target_of(row: PublishedRow) -> Target:
         raise row.refuse("slices", slices, f"it does not divide the {chips} chips")
     try:
         if load_target(_first_target(chip)).platform == "cuda":
-            return load_target(f"{chip}x{chips}")
+            machine = row.words["machine"]
+            return load_target(f"{chip}x{chips}" + (f"@{machine}" if machine else ""))
         several = f"x{slices}" if slices > 1 else ""
         target = load_target(f"{chip}-{chips // slices}{several}")
         shape = row.words["topology_shape"].rpartition(":")[2]
