@@ -44,8 +44,15 @@ POLICIES: dict[str, Mapping[str, str]] = {
     "save_qkv_proj": dict.fromkeys(_QKV, "device"),
     "save_out_proj": {"out_proj": "device"},
     "qkv_proj_offloaded": dict.fromkeys(_QKV, "offload"),
+    "nothing_saveable": {},
+    "dots_saveable": dict.fromkeys(_DOTS, "device"),
+    "dots_with_no_batch_dims_saveable": dict.fromkeys(_DOTS, "device"),
 }
-"""The tensors that a policy keeps. All but `none` compute the others again."""
+"""The tensors that a policy keeps; the others are computed again. The last three are policies of
+`jax.checkpoint`.
+"""
+EVERYTHING = ("none", "everything_saveable")
+"""The names of what keeps everything."""
 
 
 def kept_activations(policy: str, tensors: Mapping[str, str], normed: bool, gated: bool) -> Kept:

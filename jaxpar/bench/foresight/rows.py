@@ -74,11 +74,13 @@ class PublishedRow:
         the optimizer's stand in for what the command line leaves out.
         """
         found = dict[str, str]()
-        columns = ("optimizer_keys", "ici", "dcn", "remat_tensors", "maxtext_keys")
-        for word in " ".join(self.words[column] for column in columns).split():
-            name, equals, value = word.partition("=")
-            if equals and name.isidentifier():
-                found[name] = value.strip("'\"")
+        for column in ("optimizer_keys", "ici", "dcn", "remat_tensors", "maxtext_keys"):
+            for word in self.words[column].split():
+                name, equals, value = word.removeprefix(f"{column}:").partition("=")
+                if column in ("ici", "dcn") and equals and not name.startswith(column):
+                    name = f"{column}_{name}_parallelism"
+                if equals and name.isidentifier():
+                    found[name] = value.strip("'\"")
         return found
 
     def refuse(self, column: str, found: object, wanted: str) -> UserError:

@@ -18,7 +18,7 @@ from jaxpar.base.hardware import CHIPS
 from jaxpar.base.layout.mesh import MESH_AXES
 from jaxpar.base.toml import presets, read_tables
 from jaxpar.bench.foresight.families import Known, NoFamily, known_model
-from jaxpar.bench.foresight.remat import ACTIONS, POLICIES, TENSORS, kept_activations
+from jaxpar.bench.foresight.remat import ACTIONS, EVERYTHING, POLICIES, TENSORS, kept_activations
 from jaxpar.bench.foresight.rows import PublishedRow
 from jaxpar.models.families import FAMILIES, Family
 from jaxpar.rehearse.targets import Target, load_target
@@ -265,8 +265,12 @@ def _mesh(
     if target.device_count > 1 and not stated:
         raise NotBuilt("its mesh was not published (ici, dcn or maxtext_keys)")
     changes = Changes()
-    inside = target.device_count // target.slices
-    for prefix, total, spare in (("ici", inside, "fsdp"), ("dcn", target.slices, "data")):
+    across = target.slices
+    spans_nodes = any(key.startswith("dcn_") and keys[key] != "1" for key in stated)
+    if target.platform == "cuda" and row.numbers["slices"] <= 1 and not spans_nodes:
+        across = 1  # the mesh was given as one, over all nodes
+    inside = target.device_count // across
+    for prefix, total, spare in (("ici", inside, "fsdp"), ("dcn", across, "data")):
         sizes = {axis: _whole(row, keys, f"{prefix}_{axis}_parallelism", 1) for axis in AXES}
         given = f"{prefix}_{spare}_parallelism" in keys
         if not given and -1 not in sizes.values():
@@ -331,7 +335,7 @@ def _memory(
 ) -> Changes:
     policy = (row.words["remat_policy"] or keys.get("remat_policy", "full")).split("(")[0]
     policy = policy.strip().lower()
-    if policy == "none":
+    if policy in EVERYTHING:
         return {"memory.policy": "none"}
     if policy not in POLICIES:
         raise row.refuse("remat_policy", policy, f"it is one of none, {', '.join(POLICIES)}")

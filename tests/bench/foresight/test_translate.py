@@ -114,6 +114,18 @@ def test_a_row_that_has_no_step_here_says_why(changes: dict[str, Any], why: str)
             "h100x32",
             "data=4 x fsdp=4 x tensor=2",
         ),
+        (  # GPUs of several nodes whose mesh is given as one
+            {
+                "chip": "H100",
+                "chips": 32,
+                "global_batch_seqs": 96,
+                "machine": "a3-highgpu-8g",
+                "maxtext_keys": "",
+                "ici": "ici:fsdp=16 data=2",
+            },
+            "h100x32@a3-highgpu-8g",
+            "data=2 x fsdp=16",
+        ),
         (
             {
                 "chips": 16,
@@ -154,6 +166,7 @@ def test_the_mesh_is_that_of_the_row(changes: dict[str, Any], target: str, mesh:
         ({"maxtext_keys": "ici_fsdp_parallelism=8 context=keep"}, "remat_tensors, context"),
         ({"chips": 7}, "no v6e slice has 7 chips"),
         ({"slices": 3}, "does not divide"),
+        ({"chip": "H100", "machine": "moon"}, "moon"),
         ({"layers": ""}, "layers is ''"),
         ({"config": "gpt2_124m train.batch"}, "config is 'train.batch'"),
         ({"config": "gpt2_125m"}, "gpt2_124m"),
