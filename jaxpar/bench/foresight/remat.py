@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-Kept = dict[str, str]
-"""An action of ours, or `policy`, for each name of `memory.keep`."""
-
 ACTIONS = {"device": "save", "offload": "offload", "remat": "recompute"}
 """What becomes of a tensor, by their word and by ours."""
 TENSORS: dict[str, tuple[str, ...]] = {
     "decoder_layer_input": ("block_input",),
-    "context": ("attention_out", "attention_lse"),
+    "context": ("attention_out",),
     "query_proj": ("q",),
     "key_proj": ("k",),
     "value_proj": ("v",),
@@ -22,9 +19,9 @@ TENSORS: dict[str, tuple[str, ...]] = {
     "mlpwi_1": ("up",),
     "mlpwo": (),
 }
-"""Our activations for each tensor of theirs. Where no norm follows, the output of attention's last
-linear is kept with the residual stream that it is added to, and the MLP's last output is read by
-nobody in the backward.
+"""Our activations for each tensor of theirs. The log-sum-exp of attention goes with its output. Where
+no norm follows, the output of attention's last linear is kept with the residual stream that it is
+added to, and the MLP's last output is read by nobody in the backward.
 """
 NORMED = {"out_proj": ("attention_proj",), "mlpwo": ("mlp_out",)}
 """Our activations where a norm follows a sublayer, as in Gemma."""
@@ -55,7 +52,9 @@ EVERYTHING = ("none", "everything_saveable")
 """The names of what keeps everything."""
 
 
-def kept_activations(policy: str, tensors: Mapping[str, str], normed: bool, gated: bool) -> Kept:
+def kept_activations(
+    policy: str, tensors: Mapping[str, str], normed: bool, gated: bool
+) -> dict[str, str]:
     """Translate a policy of recomputation.
 
     Args:
@@ -65,18 +64,26 @@ def kept_activations(policy: str, tensors: Mapping[str, str], normed: bool, gate
       gated: whether the MLP has a gate.
 
     Returns:
-      The actions of `memory.keep` beside `memory.policy = "full"`.
+      `memory.policy`, and what it says otherwise of single activations in `memory.keep`.
     """
     said = dict(POLICIES[policy])
     if policy == "custom":
         said |= tensors
-    found = Kept()
+    kept = dict[str, str]()
     for tensor, action in said.items():
         names = (NORMED if normed else {}).get(tensor, TENSORS[tensor])
         if not gated and tensor.startswith("mlpwi"):
             names = ("up",)
-        for name in names:
-            found[name] = ACTIONS[action]
-    if found.get("block_input") in ("save", "recompute"):  # a block's input is kept anyway
-        del found["block_input"]
-    return {name: action for name, action in found.items() if action != "recompute"}
+        kept |= dict.fromkeys(names, ACTIONS[action])
+    whole = "full"
+    if kept.get("attention_out", "recompute") != "recompute":
+        whole = "attention_out"
+    if kept.get("attention_out") == "save":
+        del kept["attention_out"]
+    if kept.get("block_input") in ("save", "recompute"):  # a block's input is kept anyway
+        del kept["block_input"]
+    found = {"memory.policy": whole}
+    for name, action in kept.items():
+        if action != "recompute":
+            found[f"memory.keep.{name}"] = action
+    return found

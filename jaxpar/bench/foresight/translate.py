@@ -348,12 +348,11 @@ def _memory(
     kept = kept_activations(policy, tensors, family.post_norms, family.gated)
     if experts and "mlpwo" in (POLICIES[policy] | tensors):
         differences.append("the experts' output is computed again here")
-    if "mlp_input" in kept:
+    if "memory.keep.mlp_input" in kept:
         differences.append(
             "attention's last linear is kept there, here the stream that it is added to"
         )
-    changes: Changes = {"memory.policy": "full"}
-    changes |= {f"memory.keep.{name}": action for name, action in kept.items()}
+    changes: Changes = {**kept}
     for key, ours in (
         ("optimizer_memory_host_offload", "memory.optimizer"),
         ("parameter_memory_host_offload", "memory.parameters"),

@@ -179,19 +179,28 @@ def test_a_row_that_contradicts_itself_is_named(changes: dict[str, Any], said: s
 
 
 @pytest.mark.parametrize(
-    ("policy", "kept"),
+    ("policy", "ours", "kept"),
     [
-        ("full", ""),
-        ("save_qkv_proj", "q k v"),
-        ("minimal", "q k v mlp_input gate up"),
-        ("minimal_flash", "q k v mlp_input gate up attention_out attention_lse"),
-        ("save_dot_except_mlp", "q k v mlp_input"),
+        ("full", "full", ""),
+        ("save_qkv_proj", "full", "q k v"),
+        ("minimal", "full", "q k v mlp_input gate up"),
+        ("minimal_flash", "attention_out", "q k v mlp_input gate up"),
+        ("save_dot_except_mlp", "full", "q k v mlp_input"),
     ],
 )
-def test_a_policy_keeps_what_theirs_keeps(policy: str, kept: str) -> None:
-    assert kept_activations(policy, {}, normed=False, gated=True) == dict.fromkeys(
-        kept.split(), "save"
-    )
+def test_a_policy_keeps_what_theirs_keeps(policy: str, ours: str, kept: str) -> None:
+    found = kept_activations(policy, {}, normed=False, gated=True)
+    assert found.pop("memory.policy") == ours
+    assert found == {f"memory.keep.{name}": "save" for name in kept.split()}
+
+
+def test_single_tensors_count_where_the_policy_is_custom() -> None:
+    tensors = {"context": "offload", "decoder_layer_input": "device", "mlpwi": "remat"}
+    found = kept_activations("custom", tensors, normed=False, gated=True)
+    assert found == {"memory.policy": "attention_out", "memory.keep.attention_out": "offload"}
+    assert kept_activations("full", tensors, False, True) == {"memory.policy": "full"}
+    assert kept_activations("save_out_proj", {}, True, True)["memory.keep.attention_proj"] == "save"
+    assert "memory.keep.gate" not in kept_activations("minimal", {}, False, gated=False)
 
 
 def test_every_policy_is_accepted_by_every_family() -> None:
