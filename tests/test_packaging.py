@@ -37,7 +37,7 @@ def test_every_folder_of_modules_is_installed():
     assert sorted(map(folder_of, SETUPTOOLS["packages"])) == sorted(found)
 
 
-@pytest.mark.parametrize("folder", ["meshes", "meshes/chips", "configs"])
+@pytest.mark.parametrize("folder", ["meshes", "meshes/chips", "meshes/machines", "configs"])
 def test_every_preset_can_be_read_from_the_installed_package(folder):
     found = presets(f"jaxpar.{folder.replace('/', '.')}")
     assert set(found) == {file.stem for file in (ROOT / folder).glob("*.toml")}

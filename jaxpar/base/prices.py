@@ -5,6 +5,10 @@ measured, in the chip's file.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+from jaxpar.base.errors import UserError, reading
+from jaxpar.base.toml import from_toml
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,9 @@ class Prices:
     matmul_float32: float = 1.0
     """The share of the peak of float32, on GPUs in TF32."""
     memory: float = 1.0
-    """The share of the memory's bandwidth that fusions and copies reach."""
+    """The share of the memory's bandwidth that fusions reach."""
+    copies: float = 1.0
+    """The share of the memory's bandwidth that copies reach, which compute nothing beside."""
     host_link: float = 1.0
     """The share of the host link's bandwidth that copies reach."""
     hidden: float = 0.0
@@ -76,3 +82,25 @@ class Prices:
             between(below.forward, above.forward),
             between(below.backward, above.backward),
         )
+
+
+def read_prices(file: Path) -> Prices:
+    """Read the prices of a GPU that `make gpu PIECES=prices` has measured.
+
+    Raises:
+      UserError: there is no such file, a key is unknown, or a share is not between 0 and 1.
+    """
+    with reading(file):
+        text = file.read_text(encoding="utf-8")
+    prices = from_toml(Prices, text, str(file))
+    shares = {
+        name: getattr(prices, name)
+        for name in ("matmul", "matmul_float32", "memory", "copies", "host_link")
+    }
+    for row in prices.attention:
+        shares[f"attention of {row.kernel}, forward"] = row.forward
+        shares[f"attention of {row.kernel}, backward"] = row.backward
+    for name, share in shares.items():
+        if not 0 < share <= 1:
+            raise UserError(f"{file}: {name} = {share} is no share of a peak: try 0.8")
+    return prices

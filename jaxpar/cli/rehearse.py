@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -16,12 +16,19 @@ from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config, load_config
 from jaxpar.base.console import check_folders, check_pictures, console
 from jaxpar.base.errors import UserError, visible
+from jaxpar.base.prices import read_prices
 from jaxpar.cli.arguments import ConfigArgs, config_args
 from jaxpar.plan import resolve_and_compile
 from jaxpar.plan.choose_order import choose_order, order_parts
 from jaxpar.rehearse.graph.graph_tables import graph_parts
 from jaxpar.rehearse.graph.report import write_graph
-from jaxpar.rehearse.of_config import on_target, rehearse, unfused
+from jaxpar.rehearse.of_config import (
+    MeasuredStep,
+    measured_step,
+    on_target,
+    rehearse,
+    unfused,
+)
 from jaxpar.rehearse.report.alive import alive_table
 from jaxpar.rehearse.report.comparison import compare, comparison_parts, read_report
 from jaxpar.rehearse.report.lint import parse_rules
@@ -74,6 +81,14 @@ class RehearseArgs(ConfigArgs):
     """Compare with a report that --json wrote (FILE.json), or with a config as it stands, which is
     rehearsed on the same target.
     """
+    prices: str = ""
+    """Price by what a GPU of yours was measured to reach: the prices.toml of `make gpu
+    PIECES=prices`, in place of the shares of the chip's file.
+    """
+    measured: str = ""
+    """Scale the seconds of compute by a step that was measured on this target: a run folder, or
+    the time of a step of CONFIG without the flags that change it, such as 1.453s or 850ms.
+    """
     fail_on: str = ""
     """Conditions that exit with 1: unplanned-collective,does-not-fit, or any rule of the linter."""
 
@@ -88,6 +103,9 @@ def rehearse_command(words: list[str]) -> int:
             "rehearse needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them"
         )
     target = load_target(args.target)
+    if args.prices:
+        hardware = replace(target.hardware, prices=read_prices(Path(args.prices)))
+        target = replace(target, hardware=hardware)
     rules = parse_rules(args.fail_on)
     quiet = args.json == "-"
     if quiet and args.against:
@@ -97,6 +115,9 @@ def rehearse_command(words: list[str]) -> int:
     outputs = _outputs(args)
     check_folders(*outputs, args.order)
     check_pictures(args.picture, args.memory, args.graph_picture)
+    measured = None
+    if args.measured:
+        measured = measured_step(args.measured, load_config(name))
     before = None
     other = None
     if args.against.endswith(".json"):
@@ -106,7 +127,7 @@ def rehearse_command(words: list[str]) -> int:
     say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
     command = " ".join(["jaxpar rehearse", *words])
     try:
-        report = _report_of(args.config, name, target, command, say, args)
+        report = _report_of(args.config, name, target, command, say, args, measured)
     except DoesNotFit as refused:
         if "does-not-fit" not in rules:
             raise
@@ -114,7 +135,7 @@ def rehearse_command(words: list[str]) -> int:
         return 1
     if other is not None:
         say(f"and {args.against}, to compare with")
-        before = _report_of(other, args.against, target, command, say)
+        before = _report_of(other, args.against, target, command, say, measured=measured)
     for part in _parts(report, args):
         say(part)
     if before is not None:
@@ -164,6 +185,7 @@ def _report_of(
     command: str,
     say: Callable[[RenderableType], None],
     args: RehearseArgs | None = None,
+    measured: MeasuredStep | None = None,
 ) -> Rehearsal:
     """Settle a config for a target, and rehearse it, with its task graph where that was asked
     for.
@@ -176,7 +198,10 @@ def _report_of(
         experiment = tried[0].experiment
         program = tried[0].program
     graph = args is not None and bool(args.graph or args.graph_picture)
-    report = rehearse(experiment, target, Path(name).stem, command, say, program, graph)
+    if measured is not None:
+        made, _ = resolve_and_compile(on_target(measured.config, target), target, say)
+        measured = measured._replace(config=made.config)
+    report = rehearse(experiment, target, Path(name).stem, command, say, program, graph, measured)
     if args is not None and args.unfused and "graph" in report:
         try:
             report["graph"]["unfused"] = unfused(experiment, target, say)

@@ -10,7 +10,8 @@
 Its rooms, in the order in which they are read: `targets` are the machines; `argument_places` places
 what a function is given on one, and `compiled` compiles it. `cost` prices what the compiler made of
 it (with `link_costs` for collectives), and `timeline` plays it out. `requested_collectives` lists
-those that a model asked for. `graph` says what another order could reach. `report` is the form of
+those that a model asked for. `how_sure` says how far a step may be off, and `calibration` scales it
+by a measured one. `graph` says what another order could reach. `report` is the form of
 what was found, and `program_report` fills it in. `_step` puts these together for any function, and
 `of_config` for the training step of a config.
 """

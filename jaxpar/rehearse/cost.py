@@ -47,7 +47,7 @@ class Cost:
     launch: float = 0.0
     """The part of `seconds` before its work begins."""
     slows: float = 0.0
-    """The seconds that compute loses to an asynchronous collective beside it."""
+    """The seconds that compute loses to an asynchronous task beside it."""
 
 
 Costs = dict[Path, Cost]
@@ -103,12 +103,11 @@ def _cost(
         return Cost(hardware.prices.compute * _by_cycles(task, task.cycles, hardware), lanes)
     if task.kind == "control" and not task.flops and not task.bytes:
         return Cost(0.0, compute)
-    if task.asynchronous:
-        launch = 0.0
-    else:
-        launch = hardware.launch_overhead
     seconds = hardware.prices.compute * _roofline(task, hardware, notes)
-    return Cost(seconds + launch, lanes, launch)
+    if task.asynchronous:
+        # a GPU has kernels beside others, which take their share of its cores and its memory
+        return Cost(seconds, lanes, slows=seconds if hardware.launch_overhead else 0.0)
+    return Cost(seconds + hardware.launch_overhead, lanes, hardware.launch_overhead)
 
 
 def _by_cycles(task: Task, cycles: int, hardware: Hardware) -> float:
@@ -120,8 +119,14 @@ def _by_cycles(task: Task, cycles: int, hardware: Hardware) -> float:
     """
     seconds = cycles / hardware.clock_hz
     if task.kind in ("copy", "fusion") and task.bytes and hardware.hbm_bandwidth:
-        return min(seconds, task.bytes / (hardware.prices.memory * hardware.hbm_bandwidth))
+        return min(seconds, task.bytes / _bandwidth(task, hardware))
     return seconds
+
+
+def _bandwidth(task: Task, hardware: Hardware) -> float:
+    """Return the bytes a second that a task gets of the device's memory."""
+    share = hardware.prices.copies if task.kind == "copy" else hardware.prices.memory
+    return share * hardware.hbm_bandwidth or math.inf
 
 
 def _host_link(hardware: Hardware) -> float:
@@ -165,8 +170,7 @@ def _roofline(task: Task, hardware: Hardware, notes: Counter[str]) -> float:
         notes["no figure for the memory's bandwidth: traffic is taken to cost nothing"] += 1
     if not task.flops and not task.bytes:
         notes[f"{task.opcode} says nothing of its work: taken to cost a launch"] += 1
-    bandwidth = hardware.prices.memory * hardware.hbm_bandwidth
-    return max(arithmetic, task.bytes / (bandwidth or math.inf))
+    return max(arithmetic, task.bytes / _bandwidth(task, hardware))
 
 
 def _seconds_at(peak: float, task: Task, hardware: Hardware) -> float:

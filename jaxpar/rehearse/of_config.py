@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxpar.base.config import Config
+from jaxpar.base.config import Config, load_config
 from jaxpar.base.config.checks import check, require_settled
 from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import Say
@@ -18,9 +18,11 @@ from jaxpar.base.layout.mesh import MESH_AXES, describe
 from jaxpar.base.layout.placements import placements
 from jaxpar.hlo.fusions import joining_fusions, operations
 from jaxpar.hlo.program.parse import parse_module
+from jaxpar.rehearse.calibration import calibrate, seconds_of_run, written_seconds
 from jaxpar.rehearse.compiled import Compiled, compile_for
 from jaxpar.rehearse.graph.report import edges_of, fused_row
 from jaxpar.rehearse.graph.runs import unrolled
+from jaxpar.rehearse.how_sure import interval_of
 from jaxpar.rehearse.program_report import report_of
 from jaxpar.rehearse.report import memory
 from jaxpar.rehearse.report.schema import Memory, Rehearsal
@@ -45,6 +47,29 @@ class CompiledStep(NamedTuple):
     """The notes on what could not be counted exactly of the plan's collectives."""
 
 
+class MeasuredStep(NamedTuple):
+    """The training step of a config that was measured."""
+
+    config: Config
+    seconds: float
+
+
+def measured_step(text: str, config: Config) -> MeasuredStep:
+    """Read a measured step.
+
+    Args:
+      text: a run folder, or the seconds of a step of `config`: `1.453s`, `850ms`.
+      config: the config that a number is of.
+
+    Raises:
+      UserError: it is neither, or the run has measured no step.
+    """
+    if seconds := written_seconds(text):
+        return MeasuredStep(config, seconds)
+    seconds = seconds_of_run(text)
+    return MeasuredStep(load_config(text), seconds)
+
+
 def rehearse(
     experiment: Config | Experiment,
     target: Target | str,
@@ -53,6 +78,7 @@ def rehearse(
     say: Say = lambda line: None,
     program: jax.stages.Compiled | None = None,
     graph: bool = False,
+    measured: MeasuredStep | None = None,
 ) -> Rehearsal:
     """Rehearse one training step on a target; `jaxpar.rehearse.report.schema` describes the report.
 
@@ -65,6 +91,8 @@ def rehearse(
       say: is called with a line at the start of each stage.
       program: the compiled step if it is compiled already (`jaxpar.plan.resolve_and_compile`).
       graph: whether the report has the task graph too, under `graph`.
+      measured: a step that was measured on this target, whose own rehearsal says by what the
+        seconds of compute are scaled; None = they are those of the chip's prices.
 
     Returns:
       The report, a dict that is JSON as it stands.
@@ -75,6 +103,11 @@ def rehearse(
     """
     if not isinstance(target, Target):
         target = load_target(target)
+    scale = None
+    if measured is not None:
+        say("the step that was measured, to scale by")
+        other = compile_step(measured.config, target, say)
+        target, scale = calibrate(other.compiled, measured.seconds)
     step = compile_step(experiment, target, say, program)
     return report_of_step(step, name, command, say, graph)
 
@@ -109,6 +142,15 @@ def report_of_step(
         graph=graph,
     )
     report["command"] = command
+    report["interval"] = interval_of(
+        report["time"]["step"],
+        target.chip,
+        target.hardware.chips,
+        config.model.family,
+        scale is not None,
+    )
+    if scale is not None:
+        report["calibration"] = scale
     report["model"] = {"family": config.model.family, "parameters": model.parameter_count()}
     report["batch"] = {
         "sequences": config.train.batch,

@@ -11,13 +11,15 @@ from jaxpar.base.hardware import PeakFlops
 from jaxpar.base.layout.placements import Placement
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.machine import versions
+from jaxpar.base.prices import Prices
 from jaxpar.hlo.origin import PackageDirs
 from jaxpar.hlo.program.parse import parse_module
-from jaxpar.hlo.program.tasks import Origin
+from jaxpar.hlo.program.tasks import Origin, Task
 from jaxpar.kernels.attention.libraries import stand_ins_in
 from jaxpar.rehearse.compiled import Compiled
 from jaxpar.rehearse.cost import peak_name
 from jaxpar.rehearse.graph.report import task_graph_of
+from jaxpar.rehearse.how_sure import interval_of
 from jaxpar.rehearse.report import lint
 from jaxpar.rehearse.report.alive import alive_arrays
 from jaxpar.rehearse.report.collectives import collective_rows
@@ -85,7 +87,7 @@ def report_of(
     dtype = dtype or _main_dtype(timeline.tasks, hardware.peak_flops)
     peak = getattr(hardware.peak_flops, dtype) or hardware.peak_flops.bfloat16 or None
     collectives = collective_rows(timeline.tasks, requested, dict(mesh.shape))
-    kernels = stand_ins(compiled.text)
+    kernels = stand_ins(compiled.text, hardware.prices)
     linted = lint.LintedStep(
         memory=taken,
         collectives=collectives,
@@ -108,11 +110,12 @@ def report_of(
         "kernels": kernels,
         "memory": taken,
         "time": _time(timeline, tokens, model_flops / mesh.size, peak),
+        "interval": interval_of(timeline.seconds, target.chip, hardware.chips),
         "lines": lines_of(timeline.tasks),
         "collectives": collectives,
         "timeline": timeline_of(timeline.events),
         "findings": lint.find_all(linted),
-        "notes": [*_notes(timeline), *priced.program.notes, *priced.notes],
+        "notes": [*_notes(timeline, hardware.prices), *priced.program.notes, *priced.notes],
     }
     _add_alive(report, compiled.text, timeline.tasks)
     if graph:
@@ -138,13 +141,21 @@ def _target_facts(target: Target, dtype: str, peak: float | None) -> TargetFacts
     }
 
 
-def stand_ins(text: str) -> list[KernelRow]:
+def stand_ins(text: str, prices: Prices) -> list[KernelRow]:
     """List what a compiled program runs in place of the kernels of its target (attention without
-    cuDNN, where the target has it), with the command that installs what is missing.
+    cuDNN, where the target has it), with the kernel that its time is of, and the command that
+    installs what is missing.
     """
+    known = any(row.kernel == "cudnn" for row in prices.attention)
     install = f"pip install {' '.join(cudnn_packages())}"
     return [
-        {"op": "attention", "priced": name, "runs": "cuDNN", "install": install}
+        {
+            "op": "attention",
+            "priced": name,
+            "runs": "cuDNN",
+            "install": install,
+            "time": "cuDNN" if known else name,
+        }
         for name in stand_ins_in(text)
     ]
 
@@ -239,7 +250,7 @@ def _empty_line(origin: Origin) -> Line:
     }
 
 
-def _notes(timeline: Timeline) -> list[str]:
+def _notes(timeline: Timeline, prices: Prices) -> list[str]:
     """Write notes on how far the figures can be trusted."""
     notes = []
     unplaced = [
@@ -254,10 +265,28 @@ def _notes(timeline: Timeline) -> list[str]:
     kernels = [
         row for row in timeline.tasks if row.task.kind == "kernel" and row.task.cycles is None
     ]
-    if kernels:
-        took = seconds_text(sum(row.seconds for row in kernels))
+    measured = [row for row in kernels if _is_in_table(row.task, prices)]
+    others = [row for row in kernels if not _is_in_table(row.task, prices)]
+    if measured:
         notes.append(
-            f"{len(kernels)} kernels carry no cycles: {took} by their FLOPs at the peak, a "
+            f"{len(measured)} kernels of attention: {_took(measured)} by what they reach on this "
+            "chip, by head_dim and length"
+        )
+    if others:
+        notes.append(
+            f"{len(others)} kernels carry no cycles: {_took(others)} by their FLOPs at the peak, a "
             "lower bound"
         )
     return notes
+
+
+def _is_in_table(task: Task, prices: Prices) -> bool:
+    """Return whether the chip's prices have the kernel of attention that a task is priced as."""
+    work = task.attention
+    return work is not None and any(
+        row.kernel == (work.stands_for or work.kernel) for row in prices.attention
+    )
+
+
+def _took(rows: Iterable[TaskTime]) -> str:
+    return seconds_text(sum(row.seconds for row in rows))

@@ -22,6 +22,7 @@ from experiments import experiment_of
 from on_gpu.attention import MASKS, attention_rows
 from on_gpu.block_sparse import Product, sparse_rows
 from on_gpu.pieces import Found, Piece, Say, read_piece, report, run_piece
+from on_gpu.prices import ATTENTION, matmul_rows, memory_rows, share_rows, write_prices
 from on_gpu.stopwatch import durations, ready_step, time_once
 from on_gpu.tiles import OTHERS, tile_rows
 from on_gpu.training import guard_rows, killed_rows, loop_rows, repeated_rows
@@ -356,6 +357,21 @@ def _target(small: bool) -> Target:
     )
 
 
+# Prices: what programs reach of the peaks.
+
+
+def _matmuls(dtype: str, small: bool, out: Path, say: Say) -> list[BenchRow]:
+    return matmul_rows(_target(small).hardware, dtype, 2 if small else 9, small)
+
+
+def _memory(small: bool, out: Path, say: Say) -> list[BenchRow]:
+    return memory_rows(_target(small).hardware, 2 if small else 9, small)
+
+
+def _shares(h: int, tokens: int, small: bool, out: Path, say: Say) -> list[BenchRow]:
+    return share_rows(_target(small).hardware, h, tokens, 2 if small else 9, small, say)
+
+
 def _trace(small: bool, out: Path, say: Say) -> list[BenchRow]:
     """Times of each line of the model, by the profiler and by the prices of a rehearsal; the
     profile is kept.
@@ -496,6 +512,18 @@ PIECES: dict[str, Piece] = {
     "rehearse": Piece(
         {name: partial(_prediction, *x) for name, x in _PREDICTED.items()}, alone=True
     ),
+    "prices": Piece(
+        {
+            "matmuls, bfloat16": partial(_matmuls, "bfloat16"),
+            "memory": _memory,
+            **{
+                "attention, head_dim {}, {} tokens".format(*x): partial(_shares, *x)
+                for x in ATTENTION
+            },
+            "matmuls, float32": partial(_matmuls, "float32"),
+        },
+        small=3,
+    ),
     # A training has a process of its own, beside the one that asks for it.
     "training": Piece(
         {
@@ -545,6 +573,10 @@ def measure(args: GpuArgs, say: Say = lambda line: None) -> str:
     text = ""
     for name in args.pieces or PIECES:
         run_piece(PIECES[name], name, "on_gpu.measure.PIECES", out, args.small, say)
+        if name == "prices":
+            found = read_piece(out, name)
+            write_prices(found["cases"], found["facts"], out / "prices.toml")
+            say(f"wrote {out / 'prices.toml'}")
         text = report(out, PIECES)
         (out / "report.md").write_text(text, encoding="utf-8")
     return text

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import pytest
 
 from jaxpar.base.hardware import Hardware, PeakFlops
+from jaxpar.base.kernel_work import AttentionWork
+from jaxpar.base.prices import AttentionShare, Prices
 from jaxpar.hlo.program.tasks import Collective, Loop, Program, Task, Wait
 from jaxpar.rehearse.cost import Cost, Costs, price
 from jaxpar.rehearse.program_report import _main_dtype
@@ -53,6 +55,95 @@ def cost(task: Task, hardware: Hardware = GPU) -> Cost:
 def dot(**changes: object) -> Task:
     values = {"flops": 1e12, "bytes": 1_000_000, "dtype": "bf16"} | changes
     return Task("dot", "dot", "matmul", **values)  # type: ignore[arg-type]
+
+
+PRICED = replace(
+    GPU,
+    launch_overhead=0.0,
+    prices=Prices(
+        matmul=0.8,
+        matmul_float32=0.5,
+        memory=0.75,
+        copies=0.9,
+        host_link=0.8,
+        attention=(AttentionShare("cudnn", 64, 1024, 0.4, 0.25),),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("task", "seconds"),
+    [
+        (dot(), 1e12 / 0.8e15),
+        (dot(dtype="f32"), 1e12 / 2e14),
+        (dot(flops=1e9, bytes=3 * 10**9), 2e-3),  # it waits for memory, as fusions do
+        (Task("sum", "fusion", "fusion", bytes=3 * 10**9), 2e-3),
+        (Task("copy", "copy", "copy", bytes=9 * 10**9), 5e-3),
+        (Task("offload", "copy", "host_copy", bytes=4 * 10**9), 0.1 + 1e-5),
+    ],
+)
+def test_a_chip_is_priced_by_what_programs_reach_of_it(task: Task, seconds: float):
+    assert cost(task, PRICED).seconds == pytest.approx(seconds)
+
+
+def attention(kernel: str, matmuls: int, stands_for: str = "") -> Task:
+    work = AttentionWork(kernel, 64, 1024, matmuls * 1e12, matmuls, stands_for)
+    flops = 1.2 * matmuls * 1e12  # its tiles compute more than the mask shows
+    return Task("core", "custom-call", "kernel", flops=flops, dtype="bf16", attention=work)
+
+
+def test_attention_is_priced_by_the_table_of_its_kernel():
+    assert cost(attention("cudnn", 2), PRICED).seconds == pytest.approx(2e12 / 0.4e15)
+    assert cost(attention("cudnn", 5), PRICED).seconds == pytest.approx(5e12 / 0.25e15)
+    unknown = cost(attention("pallas_gpu", 2), PRICED).seconds
+    assert unknown == pytest.approx(2.4e12 / 1e15), "without figures, all of it at the peak"
+
+
+def test_a_kernel_that_stands_in_takes_the_time_of_the_one_that_runs():
+    """The two halves of its backward, with seven matmuls, take together what five take."""
+    forward = cost(attention("pallas_gpu", 2, "cudnn"), PRICED)
+    assert forward == cost(attention("cudnn", 2), PRICED)
+    halves = [cost(attention("pallas_gpu", n, "cudnn"), PRICED).seconds for n in (3, 4)]
+    assert sum(halves) == pytest.approx(cost(attention("cudnn", 5), PRICED).seconds)
+
+
+def test_heads_that_fill_half_of_a_matrix_unit_take_twice_as_long():
+    wide = load_target("v6e-8").hardware
+    assert (TPU.matrix_unit, wide.matrix_unit) == (128, 256)
+    task = Task(
+        "splash",
+        "custom-call",
+        "kernel",
+        flops=918e9,
+        dtype="bf16",
+        attention=AttentionWork("splash", 128, 4096, 918e9),
+    )
+    assert cost(task, TPU).seconds == pytest.approx(2e-3)
+    assert cost(task, wide).seconds == pytest.approx(2e-3)  # a peak twice as high, half of it
+    unknown = replace(task, attention=None)
+    assert cost(unknown, wide).seconds == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("kind", ["copy", "fusion"])
+def test_cycles_of_what_waits_for_memory_are_at_most_the_memorys_time(kind):
+    wait = Task("c", kind, kind, bytes=2_765_000_000, cycles=17_500_000)
+    assert cost(wait, TPU).seconds == pytest.approx(1e-3 / 0.9)
+    assert cost(replace(wait, cycles=1_000_000), TPU).seconds == pytest.approx(1e6 / 1.75e9)
+    on_the_chip = replace(wait, bytes=0)
+    assert cost(on_the_chip, TPU).seconds == pytest.approx(1e-2), "nothing of it is in memory"
+    matmul = replace(wait, kind="matmul", flops=1.0)
+    assert cost(matmul, TPU).seconds == pytest.approx(1e-2)
+
+
+def test_what_runs_beside_compute_on_a_gpu_takes_from_it():
+    hidden = replace(PRICED, launch_overhead=1e-6, prices=replace(PRICED.prices, hidden=0.25))
+    gather = replace(GATHER, asynchronous=True)
+    found = cost(gather, hidden)
+    assert found.slows == pytest.approx(0.25 * (1 << 20) / 1e11)
+    assert not cost(GATHER, hidden).slows, "nothing runs beside it"
+    copy = Task("apart", "fusion-start", "copy", bytes=9 * 10**9, asynchronous=True)
+    assert cost(copy, hidden).slows == cost(copy, hidden).seconds == pytest.approx(5e-3)
+    assert not cost(replace(copy, cycles=7), TPU).slows, "a TPU has engines for it"
 
 
 def test_the_compilers_cycles_come_first():
@@ -171,7 +262,7 @@ def test_what_the_host_computes_takes_its_memory_and_its_processors(asynchronous
 
 def test_copies_beside_compute_have_a_lane_of_their_own():
     copy = Task("prefetch", "copy-start", "copy", bytes=2 * 10**9, asynchronous=True)
-    assert cost(copy) == Cost(pytest.approx(1e-3), ("dma",))
+    assert cost(copy) == Cost(pytest.approx(1e-3), ("dma",), slows=pytest.approx(1e-3))
     assert cost(
         Task("apart", "async-start", "fusion", bytes=2 * 10**9, asynchronous=True)
     ).lanes == ("side",)

@@ -19,9 +19,9 @@ TENSORS: dict[str, tuple[str, ...]] = {
     "mlpwi_1": ("up",),
     "mlpwo": (),
 }
-"""Our activations for each tensor of theirs. The log-sum-exp of attention goes with its output. Where
-no norm follows, the output of attention's last linear is kept with the residual stream that it is
-added to, and the MLP's last output is read by nobody in the backward.
+"""Our activations for each tensor of theirs. The log-sum-exp of attention goes with its output.
+Where no norm follows, the output of attention's last linear is kept with the residual stream that
+it is added to, and the MLP's last output is read by nobody in the backward.
 """
 NORMED = {"out_proj": ("attention_proj",), "mlpwo": ("mlp_out",)}
 """Our activations where a norm follows a sublayer, as in Gemma."""

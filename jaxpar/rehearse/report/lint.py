@@ -203,9 +203,13 @@ def unplanned_collectives(step: LintedStep) -> Iterator[Finding]:
 def other_kernels(step: LintedStep) -> Iterator[Finding]:
     """Find kernels that were priced in place of those that the target would run."""
     for row in step.kernels:
+        if row.get("time", row["priced"]) == row["runs"]:
+            how = f"with the time of {row['runs']}'s, but with its own memory and copies around it"
+        else:
+            how = "and priced as that"
         yield Finding(
-            f"{row['op']} is priced as {row['priced']}, because {row['runs']} is not on this "
-            f"machine; the target runs {row['runs']} where it is installed. To price that: "
+            f"{row['op']} is compiled as {row['priced']}, {how}, because {row['runs']} is not on "
+            f"this machine; the target runs {row['runs']} where it is installed. To compile that: "
             f"{row['install']}"
         )
 

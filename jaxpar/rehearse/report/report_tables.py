@@ -10,7 +10,7 @@ from rich.text import Text
 
 from jaxpar.base.compiler import options_text
 from jaxpar.base.console import bytes_text, console, count_text
-from jaxpar.rehearse.report.schema import LintFinding, Memory, Rehearsal
+from jaxpar.rehearse.report.schema import Interval, LintFinding, Memory, Rehearsal
 
 _NOTHING = 1e-9  # seconds; what is less is rounding
 _WAITS = {
@@ -246,17 +246,39 @@ def summary(report: Rehearsal) -> list[tuple[str, str]]:
         *(
             (
                 "KERNELS",
-                f"{row['op']} priced as {row['priced']}; the target runs {row['runs']}, which "
-                "is not here: "
-                f"{row['install']}",
+                f"{row['op']} compiled as {row['priced']}, with the time of "
+                f"{row.get('time', row['priced'])}'s; the target runs {row['runs']}, which is not "
+                f"here: {row['install']}",
             )
             for row in report.get("kernels", [])
         ),
         ("memory", memory_verdict(memory)),
         *(("", advice) for advice in memory["advice"]),
         ("time", f"{seconds_text(time['step'])} a step: {', '.join(parts)}"),
+        *(("", line) for line in _sure_lines(report)),
         *([("throughput", ", ".join(rates))] if rates else []),
     ]
+
+
+def _sure_lines(report: Rehearsal) -> list[str]:
+    """Write what scaled the time, and how sure it is."""
+    lines = []
+    if found := report.get("calibration"):
+        lines.append(
+            f"compute times {found['compute']:.3f}, since a step took "
+            f"{seconds_text(found['measured'])} where {seconds_text(found['predicted'])} "
+            "were predicted"
+        )
+    if interval := report.get("interval"):
+        lines.append(interval_text(interval))
+    return lines
+
+
+def interval_text(interval: Interval) -> str:
+    """Write an interval: `±9 % by 18 published runs on v5p`, or why there is none."""
+    if "why" in interval:
+        return f"how sure is not known: {interval['why']}"
+    return f"±{100 * interval['share']:.0f} % by {interval['runs']} {interval['by']}"
 
 
 def _size(report: Rehearsal) -> str:

@@ -54,6 +54,8 @@ class KernelRow(TypedDict):
     """The kernel that the target runs, which is not on the machine that rehearses."""
     install: str
     """The command that installs it here."""
+    time: NotRequired[str]
+    """The kernel that the time is of."""
 
 
 class Memory(TypedDict):
@@ -104,6 +106,29 @@ class Time(TypedDict):
     """The share of the compute time, in [0, 1], that is a roofline estimate and not the compiler's
     own cycles.
     """
+
+
+class Interval(TypedDict, total=False):
+    """The interval in which a measured step is to be expected, or `why` there is none."""
+
+    share: float
+    """How far from the step its ends are, as a share of it: nine tenths of the runs are nearer."""
+    low: float
+    high: float
+    runs: int
+    by: str
+    """The runs that say so: `published runs on v5p`."""
+    why: str
+
+
+class Calibration(TypedDict):
+    """A measured step by which the seconds of compute were scaled; times are in seconds."""
+
+    measured: float
+    predicted: float
+    """The time of that step by the prices of the chip's file."""
+    compute: float
+    """The factor of the seconds of compute."""
 
 
 class Line(TypedDict):
@@ -227,6 +252,10 @@ class Rehearsal(TypedDict):
     """Kernels that were priced in place of those that the target would run; empty = none."""
     memory: Memory
     time: Time
+    interval: NotRequired[Interval]
+    """How sure the step's time is, by published runs."""
+    calibration: NotRequired[Calibration]
+    """The measured step that the time was scaled by, where one was given."""
     lines: list[Line]
     collectives: list[CollectiveRow]
     timeline: NotRequired[TimelineColumns]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import jax
 import pytest
 
+from jaxpar.base.prices import AttentionShare, Prices
 from jaxpar.kernels.attention import dispatch, libraries
 from jaxpar.kernels.masks import Causal, Mask, Window
 from jaxpar.rehearse.program_report import stand_ins
@@ -42,11 +43,15 @@ def test_what_cudnn_cannot_serve_is_no_stand_in(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_report_names_what_was_priced_what_runs_and_how_to_get_it() -> None:
-    (row,) = stand_ins(
-        'op_name="jit(f)/jvp(core)/for_cudnn=pallas_gpu/pallas_call" for_cudnn=pallas_gpu/x'
-    )
+    text = 'op_name="jit(f)/jvp(core)/for_cudnn=pallas_gpu/pallas_call" for_cudnn=pallas_gpu/x'
+    (row,) = stand_ins(text, Prices())
+    assert row.get("time") == "pallas_gpu"
+    (priced,) = stand_ins(text, Prices(attention=(AttentionShare("cudnn", 64, 1024),)))
+    assert priced.get("time") == "cuDNN"
+    (finding,) = find("other-kernel", LintedStep(kernels=[priced]))
+    assert "the time of cuDNN's" in finding["message"]
     assert (row["op"], row["priced"], row["runs"]) == ("attention", "pallas_gpu", "cuDNN")
     assert row["install"].startswith("pip install nvidia-cudnn-cu1")
     (finding,) = find("other-kernel", LintedStep(kernels=[row]))
     assert finding["rule"] == "other-kernel" and row["install"] in finding["message"]
-    assert not stand_ins("HloModule m")
+    assert not stand_ins("HloModule m", Prices())
