@@ -167,7 +167,7 @@ def bench_foresight_command(words: list[str]) -> int:
     found = board.make_board(rows, folder, command, say)
     file = Path(args.json) if args.json else folder / "board.json"
     write_whole(file, board.write_board(found))
-    write_whole(folder / "errors.json", board.errors_of(found))
+    write_whole(folder / "errors.json", board.write_errors(found))
     say(table(board.step_rows(found)), soft_wrap=True)
     say(table(board.chip_rows(found)), soft_wrap=True)
     for line in [*board.worst_lines(found), *board.left_lines(found)]:

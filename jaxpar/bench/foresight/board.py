@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
@@ -23,6 +24,8 @@ from jaxpar.bench.foresight.programs import (
 from jaxpar.bench.foresight.rows import PublishedRow
 from jaxpar.bench.foresight.translate import Translation, translate
 from jaxpar.bench.measure import BenchRow
+from jaxpar.rehearse.how_sure import BoardRow as RehearsedRun
+from jaxpar.rehearse.how_sure import errors_by_one_step
 from jaxpar.rehearse.report.schema import Line
 
 _LINES = 5
@@ -80,6 +83,10 @@ class ChipFigures(TypedDict):
     rehearsed: Figures | None
     one_constant: Figures | None
     """With one constant a chip, fitted on the other models of the chip."""
+    one_step: float | None
+    """The median error of steps that are scaled by one other measured step of the same model on the
+    same chip.
+    """
     counted: Figures | None
     """Of a plain count of FLOPs, likewise with one constant a chip."""
     counted_on: int
@@ -257,8 +264,10 @@ def _judged(rows: Sequence[BoardRow]) -> ChipFigures:
         for row in built
         if row["stated_memory"]
     ]
+    scaled = errors_by_one_step(rehearsal_errors(built))
     return {
         "rehearsed": judge(rehearsed),
+        "one_step": statistics.median(scaled) if scaled else None,
         "one_constant": judge(leave_one_model_out(rehearsed)),
         "counted": judge(left_out),
         "counted_on": len(left_out),
@@ -278,12 +287,28 @@ def write_board(board: Board) -> str:
     return json.dumps(head, indent=1, allow_nan=False)[:-2] + f',\n "rows": [\n{rows}\n ]\n}}\n'
 
 
-def errors_of(board: Board) -> str:
-    """Write what `jaxpar.rehearse` takes its intervals from: a line of JSON for each prediction."""
-    keys = ("name", "chip", "chips", "model", "family", "measured", "predicted")
-    lines = [
-        json.dumps({key: row[key] for key in keys}) for row in board["rows"] if row["predicted"]
+def rehearsal_errors(rows: Sequence[BoardRow]) -> list[RehearsedRun]:
+    """Collect what `jaxpar.rehearse` takes its intervals from: each prediction beside what was
+    measured.
+    """
+    return [
+        {
+            "name": row["name"],
+            "chip": row["chip"],
+            "chips": row["chips"],
+            "model": row["model"],
+            "family": row["family"],
+            "measured": row["measured"],
+            "predicted": row["predicted"],
+        }
+        for row in rows
+        if row["predicted"]
     ]
+
+
+def write_errors(board: Board) -> str:
+    """Write the errors as JSON, a line for each prediction."""
+    lines = [json.dumps(row) for row in rehearsal_errors(board["rows"])]
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
@@ -304,6 +329,7 @@ def chip_rows(board: Board) -> list[BenchRow]:
                 "bias": f"{100 * figures['bias']:+.1f} %",
                 "Spearman": figures["spearman"],
             }
+        line["by one step"] = _percent(found["one_step"]) if found["one_step"] else None
         for key, name in (("one_constant", "one constant"), ("counted", "FLOP count")):
             figures = found[key]
             line[f"{name}, left out"] = _percent(figures["median"]) if figures else None

@@ -73,6 +73,8 @@ def test_what_the_folder_has_is_priced_again_and_judged(tmp_path: Path, priced: 
     assert other["refused"] == "takes 40 GiB of 32" and not other["predicted"]
     assert "latent attention" in moon["not_built"]
     assert [line.partition(":")[0] for line in said] == ["1/4", "2/4", "3/4", "4/4"]
+    # 3.6 s for both, and 3.4 measured for one and 4 for the other
+    assert board["figures"]["v6e"]["one_step"] == pytest.approx((0.6 / 3.4 + 0.6 / 4) / 2)
     found = board["figures"]["v6e"]["rehearsed"]
     assert found is not None and found["rows"] == 2
     assert found["worst"] == pytest.approx(0.1)
@@ -89,6 +91,8 @@ def test_each_chip_is_held_against_a_count_of_flops_on_the_same_rows() -> None:
             "counted": counted,
             "name": model,
             "memory": 21,
+            "chips": 8,
+            "family": "llama",
             "stated_memory": 20 if model == "a" else 0,
             "fits": predicted > 0,
             "refused": "" if predicted else "no memory",
@@ -113,7 +117,7 @@ def test_what_is_written_can_be_read(tmp_path: Path, priced: list[str]) -> None:
     stored(tmp_path, ROWS[0])
     board = subject.make_board(ROWS[:2], tmp_path)
     assert json.loads(subject.write_board(board)) == board
-    (first, second) = json.loads(subject.errors_of(board))
+    (first, second) = json.loads(subject.write_errors(board))
     assert first == {
         "name": LLAMA["name"],
         "chip": "v6e",
@@ -124,7 +128,7 @@ def test_what_is_written_can_be_read(tmp_path: Path, priced: list[str]) -> None:
         "predicted": 3.6,
     }
     assert second["name"] == "twice"
-    assert json.loads(subject.errors_of(subject.make_board(ROWS[3:], tmp_path))) == []
+    assert json.loads(subject.write_errors(subject.make_board(ROWS[3:], tmp_path))) == []
     (worst, _) = subject.worst_lines(board)
     assert "backward 42 %" in worst and "10 % waits" in worst
     assert subject.chip_rows(board)[0]["median"] == "7.9 %"  # of 3.6 against 3.4 and 4
