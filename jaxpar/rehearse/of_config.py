@@ -25,7 +25,7 @@ from jaxpar.rehearse.graph.runs import unrolled
 from jaxpar.rehearse.how_sure import interval_of
 from jaxpar.rehearse.program_report import report_of
 from jaxpar.rehearse.report import memory
-from jaxpar.rehearse.report.schema import Memory, Rehearsal
+from jaxpar.rehearse.report.schema import Calibration, Memory, Rehearsal
 from jaxpar.rehearse.report.task_graph import Fused
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 from jaxpar.rehearse.targets import Target, check_mesh, load_target
@@ -109,6 +109,25 @@ def rehearse(
         other = compile_step(measured.config, target, say)
         target, scale = calibrate(other.compiled, measured.seconds)
     step = compile_step(experiment, target, say, program)
+    return report_of_step(step, name, command, say, graph, scale)
+
+
+def report_of_step(
+    step: CompiledStep,
+    name: str = "",
+    command: str = "",
+    say: Say = lambda line: None,
+    graph: bool = False,
+    scale: Calibration | None = None,
+) -> Rehearsal:
+    """Report what a compiled step says; other arguments are those of `rehearse`.
+
+    Args:
+      scale: by what a measured step has scaled the seconds of compute; None = none was given.
+
+    Raises:
+      UserError: the program cannot be read.
+    """
     config = step.experiment.config
     plan = step.experiment.plan
     model = step.experiment.model
@@ -129,8 +148,8 @@ def rehearse(
     report["command"] = command
     report["interval"] = interval_of(
         report["time"]["step"],
-        target.chip,
-        target.hardware.chips,
+        step.compiled.target.chip,
+        step.compiled.target.hardware.chips,
         config.model.family,
         scale is not None,
     )
