@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,14 +17,16 @@ from jaxpar.base.config import Config, load_config
 from jaxpar.base.console import check_folders, check_pictures, console
 from jaxpar.base.errors import UserError, visible
 from jaxpar.cli.arguments import ConfigArgs, config_args
+from jaxpar.launch.other_compiler import read_packages, rehearse_with, requirements
 from jaxpar.plan import resolve_and_compile
 from jaxpar.plan.choose_order import choose_order, order_parts
 from jaxpar.rehearse.graph.graph_tables import graph_parts
 from jaxpar.rehearse.graph.report import write_graph
 from jaxpar.rehearse.of_config import on_target, rehearse, unfused
 from jaxpar.rehearse.report.alive import alive_table
-from jaxpar.rehearse.report.comparison import compare, comparison_parts, read_report
-from jaxpar.rehearse.report.lint import parse_rules
+from jaxpar.rehearse.report.comparison import compare, read_report
+from jaxpar.rehearse.report.comparison_tables import comparison_parts
+from jaxpar.rehearse.report.gate import Condition, failures, read_fail_on
 from jaxpar.rehearse.report.memory import DoesNotFit
 from jaxpar.rehearse.report.report_tables import finding_lines, report_parts
 from jaxpar.rehearse.report.schema import Rehearsal
@@ -71,16 +73,22 @@ class RehearseArgs(ConfigArgs):
     json: str = ""
     """Write the report as JSON; - = print it, and nothing else."""
     against: str = ""
-    """Compare with a report that --json wrote (FILE.json), or with a config as it stands, which is
-    rehearsed on the same target.
+    """Compare with a report that --json wrote (FILE.json), with a config as it stands, which is
+    rehearsed on the same target, or with this config by another compiler (libtpu==0.0.41).
     """
     fail_on: str = ""
-    """Conditions that exit with 1: unplanned-collective,does-not-fit, or any rule of the linter."""
+    """Conditions that exit with 1: unplanned-collective,does-not-fit, or any rule of the linter;
+    step+3% or memory+2%, with --against; step>450ms or memory>14GiB.
+    """
+    compiler: str = ""
+    """Rehearse with a compiler of another version, in an environment that is made for it and kept:
+    libtpu==0.0.41, jax==0.10.1, or both with a comma.
+    """
 
 
 def rehearse_command(words: list[str]) -> int:
     """jaxpar rehearse CONFIG --target T [--trace|--picture|--memory|--graph|--json FILE]
-    [--against OTHER] [--section.key value ...]
+    [--against OTHER] [--fail-on CONDITIONS] [--section.key value ...]
     """
     name, args = config_args(rehearse_command.__doc__, RehearseArgs, words)
     if not args.target:
@@ -88,33 +96,28 @@ def rehearse_command(words: list[str]) -> int:
             "rehearse needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them"
         )
     target = load_target(args.target)
-    rules = parse_rules(args.fail_on)
+    rules, conditions = read_fail_on(args.fail_on)
     quiet = args.json == "-"
-    if quiet and args.against:
-        raise UserError("--against has no effect: --json - prints the report and nothing else")
-    if args.unfused and not args.graph:
-        raise UserError("--unfused has no effect without --graph FILE.json, which it adds to")
+    _require_effect(args, conditions)
     outputs = _outputs(args)
     check_folders(*outputs, args.order)
     check_pictures(args.picture, args.memory, args.graph_picture)
-    before = None
-    other = None
-    if args.against.endswith(".json"):
-        before = read_report(args.against)
-    elif args.against:
-        other = load_config(args.against)
     say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
     command = " ".join(["jaxpar rehearse", *words])
+    earlier = _earlier(args, name, target, command, say)
     try:
-        report = _report_of(args.config, name, target, command, say, args)
+        if args.compiler:
+            packages = read_packages("--compiler", args.compiler)
+            report = rehearse_with(packages, args.config, name, target, say)
+            report["command"] = command
+        else:
+            report = _report_of(args.config, name, target, command, say, args)
     except DoesNotFit as refused:
         if "does-not-fit" not in rules:
             raise
         print(f"jaxpar: failed: error: does-not-fit: {refused}", file=sys.stderr)
         return 1
-    if other is not None:
-        say(f"and {args.against}, to compare with")
-        before = _report_of(other, args.against, target, command, say)
+    before = earlier()
     for part in _parts(report, args):
         say(part)
     if before is not None:
@@ -128,10 +131,71 @@ def rehearse_command(words: list[str]) -> int:
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from error
         say(f"wrote {path}")
-    broken = [row for row in report["findings"] if row["rule"] in rules]
-    for line in finding_lines(broken):
+    broken = finding_lines([row for row in report["findings"] if row["rule"] in rules])
+    broken += failures(report, conditions, before)
+    for line in broken:
         print(f"jaxpar: failed: {visible(line)}", file=sys.stderr)
     return 1 if broken else 0
+
+
+def _require_effect(args: RehearseArgs, conditions: Sequence[Condition]) -> None:
+    """Refuse flags that would change nothing, or that lack another one.
+
+    Raises:
+      UserError: there is such a flag.
+    """
+    held = [one.text for one in conditions if one.relative]
+    if args.json == "-" and args.against and not held:
+        raise UserError("--against has no effect: --json - prints the report and nothing else")
+    if held and not args.against:
+        raise UserError(
+            f"--fail-on {held[0]} needs --against FILE.json, the rehearsal to hold it against"
+        )
+    if args.unfused and not args.graph:
+        raise UserError("--unfused has no effect without --graph FILE.json, which it adds to")
+    if args.compiler:
+        for flag in ("graph", "graph_picture", "order"):
+            if getattr(args, flag):
+                raise UserError(
+                    f"--{flag.replace('_', '-')} has no effect with --compiler: what that compiler "
+                    "made is in its own environment"
+                )
+
+
+def _earlier(
+    args: RehearseArgs,
+    name: str,
+    target: Target,
+    command: str,
+    say: Callable[[RenderableType], None],
+) -> Callable[[], Rehearsal | None]:
+    """Check what `--against` names, before anything is compiled.
+
+    Returns:
+      A function that makes or reads the rehearsal to compare with; None where there is none.
+
+    Raises:
+      UserError: there is no such file or config, or it is none.
+    """
+    if not args.against:
+        return lambda: None
+    if args.against.endswith(".json"):
+        report = read_report(args.against)
+        return lambda: report
+    if "==" in args.against:
+        packages = read_packages("--against", args.against)
+        requirements(packages, target.platform)
+        return lambda: rehearse_with(packages, args.config, name, target, say)
+    other = load_config(args.against)
+
+    def rehearse_other() -> Rehearsal:
+        say(f"and {args.against}, to compare with")
+        if args.compiler:
+            packages = read_packages("--compiler", args.compiler)
+            return rehearse_with(packages, other, args.against, target, say)
+        return _report_of(other, args.against, target, command, say)
+
+    return rehearse_other
 
 
 def _outputs(args: RehearseArgs) -> dict[str, Callable[[Rehearsal, Path], None]]:

@@ -4,6 +4,7 @@
     rehearse.show(report)
     rehearse.write_trace(report, "step.json.gz")    # opens in ui.perfetto.dev
     rehearse.print_comparison(rehearse.compare(before, report))
+    rehearse.failures(report, ["step+3%"], before)  # a line for each that has grown too much
 
 `step` takes anyone's function, `config` the training step of a config.
 
@@ -22,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.base.compiler import step_options as compiler_options
 from jaxpar.rehearse._step import step
 from jaxpar.rehearse.graph.report import write_graph
-from jaxpar.rehearse.report.comparison import Comparison, compare, print_comparison
+from jaxpar.rehearse.report.comparison import Comparison, compare
+from jaxpar.rehearse.report.comparison_tables import print_comparison
+from jaxpar.rehearse.report.gate import failures
 from jaxpar.rehearse.report.report_tables import show
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.report.task_graph import TaskGraph
@@ -40,6 +43,7 @@ __all__ = [
     "compare",
     "compiler_options",
     "config",
+    "failures",
     "load_target",
     "print_comparison",
     "show",

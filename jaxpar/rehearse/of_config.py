@@ -16,6 +16,7 @@ from jaxpar.base.errors import Say
 from jaxpar.base.jax_compat import without_fusion
 from jaxpar.base.layout.mesh import MESH_AXES, describe
 from jaxpar.base.layout.placements import placements
+from jaxpar.base.toml import flat_text
 from jaxpar.hlo.fusions import joining_fusions, operations
 from jaxpar.hlo.program.parse import parse_module
 from jaxpar.rehearse.compiled import Compiled, compile_for
@@ -94,6 +95,7 @@ def rehearse(
         graph=graph,
     )
     report["command"] = command
+    report["settings"] = flat_text(config)
     report["model"] = {"family": config.model.family, "parameters": model.parameter_count()}
     report["batch"] = {
         "sequences": config.train.batch,
