@@ -22,7 +22,7 @@ from jaxpar.plan import resolve_and_compile
 from jaxpar.plan.choose_order import choose_order, order_parts
 from jaxpar.rehearse.graph.graph_tables import graph_parts
 from jaxpar.rehearse.graph.report import write_graph
-from jaxpar.rehearse.of_config import on_target, rehearse, unfused
+from jaxpar.rehearse.of_config import on_target, rehearse, target_of, unfused
 from jaxpar.rehearse.report.alive import alive_table
 from jaxpar.rehearse.report.comparison import compare, read_report
 from jaxpar.rehearse.report.comparison_tables import comparison_parts
@@ -31,7 +31,7 @@ from jaxpar.rehearse.report.memory import DoesNotFit
 from jaxpar.rehearse.report.report_tables import finding_lines, report_parts
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.report.trace import write_trace
-from jaxpar.rehearse.targets import Target, load_target
+from jaxpar.rehearse.targets import Target
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RehearseArgs(ConfigArgs):
 
     target: str = ""
     """v5p-64 (chips), v5e-8, v5p-128x4 (four slices), v5p:4x4x8 (a shape), h100x64, ...:
-    docs/targets.md lists them.
+    docs/targets.md lists them. here = this machine.
     """
     trace: str = ""
     """Write the timeline as a Chrome trace, which ui.perfetto.dev and TensorBoard open;
@@ -95,14 +95,14 @@ def rehearse_command(words: list[str]) -> int:
         raise UserError(
             "rehearse needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them"
         )
-    target = load_target(args.target)
-    rules, conditions = read_fail_on(args.fail_on)
     quiet = args.json == "-"
+    say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
+    target = target_of(args.config, args.target, say)
+    rules, conditions = read_fail_on(args.fail_on)
     _require_effect(args, conditions)
     outputs = _outputs(args)
     check_folders(*outputs, args.order)
     check_pictures(args.picture, args.memory, args.graph_picture)
-    say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
     command = " ".join(["jaxpar rehearse", *words])
     earlier = _earlier(args, name, target, command, say)
     try:

@@ -16,6 +16,7 @@ from jaxpar.base.errors import Say
 from jaxpar.base.jax_compat import without_fusion
 from jaxpar.base.layout.mesh import MESH_AXES, describe
 from jaxpar.base.layout.placements import placements
+from jaxpar.base.process.runtime import start
 from jaxpar.base.toml import flat_text
 from jaxpar.hlo.fusions import joining_fusions, operations
 from jaxpar.hlo.program.parse import parse_module
@@ -27,7 +28,7 @@ from jaxpar.rehearse.report import memory
 from jaxpar.rehearse.report.schema import Memory, Rehearsal
 from jaxpar.rehearse.report.task_graph import Fused
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
-from jaxpar.rehearse.targets import Target, check_mesh, load_target
+from jaxpar.rehearse.targets import HERE, Target, check_mesh, load_target, target_here
 from jaxpar.rehearse.timeline import read_and_price, replay
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment, plan_notes, with_config
@@ -60,7 +61,7 @@ def rehearse(
     Args:
       experiment: the experiment, or the config of one, settled (`jaxpar.plan.resolve`). Its mesh
         must fit the target; `mesh.distributed` and `mesh.platform` do not count.
-      target: a name such as `h100x64`, or the result of `load_target`.
+      target: a name such as `h100x64`, or the result of `load_target`; `here` = this machine.
       name: the name of the config in the report.
       command: the command line in the report.
       say: is called with a line at the start of each stage.
@@ -75,7 +76,7 @@ def rehearse(
         the step because it does not fit the memory.
     """
     if not isinstance(target, Target):
-        target = load_target(target)
+        target = target_of(experiment, target, say)
     step = compile_step(experiment, target, say, program)
     config = step.experiment.config
     plan = step.experiment.plan
@@ -115,6 +116,27 @@ def rehearse(
         ]
     report["notes"] = [*dropout, *teacher, *step.notes, *report["notes"]]
     return report
+
+
+def target_of(experiment: Config | Experiment, name: str, say: Say = lambda line: None) -> Target:
+    """Look up the target of a name for a config: of this machine, `here`, the devices that the
+    config's mesh asks for.
+
+    Args:
+      experiment: the experiment, or the config of one.
+      name: the name of the target.
+      say: is called with a line before anything is measured.
+
+    Raises:
+      UserError: there is no such target, or the devices cannot be had.
+    """
+    if name != HERE:
+        return load_target(name)
+    if isinstance(experiment, Config):
+        devices = start(check(experiment).mesh)
+    else:
+        devices = experiment.devices
+    return target_here(devices, say)
 
 
 def unfused(experiment: Experiment, target: Target, say: Say = lambda line: None) -> Fused:
