@@ -1,5 +1,5 @@
-"""The commands that measure the training step and generation beside PyTorch, and rehearse the
-presets.
+"""The commands that measure the training step and generation beside PyTorch, rehearse the presets,
+and hold rehearsals against published steps.
 """
 
 from __future__ import annotations
@@ -65,12 +65,36 @@ class BenchPresetsArgs:
     """A table that another version has written."""
 
 
+@dataclass(frozen=True)
+class BenchForesightArgs:
+    """Rehearse published training steps, and show each prediction beside what was measured: by
+    chip the error, and the error of a plain count of FLOPs. docs/foresight.md has the result.
+    """
+
+    rows: str = ""
+    """A CSV file of measurements in place of the published ones: docs/foresight.md has its
+    columns.
+    """
+    only: tuple[str, ...] = ()
+    """Take the rows whose names begin so; none = all."""
+    out: str = "runs/foresight"
+    """Folder of the compiled programs, the board and its picture. A program that is there is priced
+    again, and not compiled.
+    """
+    json: str = ""
+    """Write the board: FILE.json; empty = board.json in the folder."""
+    quick: bool = False
+    """Take one row a chip, the one with the fewest devices."""
+
+
 def bench_command(words: list[str]) -> int:
     """jaxpar bench CONFIG [--rounds N] [--calls N] [--section.key value ...]"""
     if words[:1] == ["generate"]:
         return bench_generate_command(words[1:])
     if words[:1] == ["presets"]:
         return bench_presets_command(words[1:])
+    if words[:1] == ["foresight"]:
+        return bench_foresight_command(words[1:])
     from jaxpar.bench.measure import bench_step, table
     from jaxpar.train.experiments import make_experiment
     from jaxpar.train.state_memory import require_memory
@@ -117,4 +141,40 @@ def bench_presets_command(words: list[str]) -> int:
         if of:
             say(f"{title}: {', '.join(f'{name} {it}' for name, it in of['versions'].items())}")
     say(table(preset_rows(found, before)), soft_wrap=True)
+    return 1 if any(row["refused"] for row in found["rows"]) else 0
+
+
+def bench_foresight_command(words: list[str]) -> int:
+    """jaxpar bench foresight [--rows FILE.csv] [--only PREFIX ...] [--out FOLDER]
+    [--json FILE.json] [--quick]
+    """
+    from jaxpar.bench.foresight import board
+    from jaxpar.bench.foresight.rows import published_rows, read_rows
+    from jaxpar.bench.measure import table
+    from jaxpar.show.figures import save_figure
+    from jaxpar.show.foresight import foresight_figure
+
+    args = parse_words(bench_foresight_command.__doc__, BenchForesightArgs(), words)
+    say = console().print
+    rows = board.choose_rows(
+        read_rows(Path(args.rows)) if args.rows else published_rows(), args.only
+    )
+    if args.quick:
+        rows = board.quick_rows(rows)
+    folder = Path(args.out)
+    check_folders(args.json)
+    command = " ".join(["jaxpar bench foresight", *words])
+    found = board.make_board(rows, folder, command, say)
+    file = Path(args.json) if args.json else folder / "board.json"
+    write_whole(file, board.write_board(found))
+    write_whole(folder / "errors.json", board.errors_of(found))
+    say(table(board.step_rows(found)), soft_wrap=True)
+    say(table(board.chip_rows(found)), soft_wrap=True)
+    for line in [*board.worst_lines(found), *board.left_lines(found)]:
+        say(line, soft_wrap=True)
+    if any(row["predicted"] for row in found["rows"]):
+        picture = folder / "foresight.png"
+        save_figure(foresight_figure([row for row in found["rows"] if row["predicted"]]), picture)
+        say(f"wrote {picture}")
+    say(f"wrote {file}")
     return 1 if any(row["refused"] for row in found["rows"]) else 0

@@ -110,7 +110,7 @@ def report_of(
         "kernels": kernels,
         "memory": taken,
         "time": _time(timeline, tokens, model_flops / mesh.size, peak),
-        "lines": _lines(timeline.tasks),
+        "lines": lines_of(timeline.tasks),
         "collectives": collectives,
         "timeline": timeline_of(timeline.events),
         "findings": lint.find_all(linted),
@@ -209,7 +209,7 @@ def _time(timeline: Timeline, tokens: int, model_flops: float, peak: float | Non
     return found
 
 
-def _lines(tasks: Iterable[TaskTime]) -> list[Line]:
+def lines_of(tasks: Iterable[TaskTime]) -> list[Line]:
     """Add up the time by line of the model and phase, the longest first."""
     lines: dict[Origin, Line] = {}
     for row in tasks:
