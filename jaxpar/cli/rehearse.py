@@ -100,14 +100,14 @@ def rehearse_command(words: list[str]) -> int:
     target = target_of(args.config, args.target, say)
     rules, conditions = read_fail_on(args.fail_on)
     _require_effect(args, conditions)
+    packages = _packages("--compiler", args.compiler, target)
     outputs = _outputs(args)
     check_folders(*outputs, args.order)
     check_pictures(args.picture, args.memory, args.graph_picture)
     command = " ".join(["jaxpar rehearse", *words])
     earlier = _earlier(args, name, target, command, say)
     try:
-        if args.compiler:
-            packages = read_packages("--compiler", args.compiler)
+        if packages:
             report = rehearse_with(packages, args.config, name, target, say)
             report["command"] = command
         else:
@@ -162,6 +162,21 @@ def _require_effect(args: RehearseArgs, conditions: Sequence[Condition]) -> None
                 )
 
 
+def _packages(flag: str, text: str, target: Target) -> dict[str, str]:
+    """Read the versions of a compiler, which must be one for the target; empty where none is asked
+    for.
+    """
+    if not text:
+        return {}
+    if target.here:
+        raise UserError(
+            f"{flag} {text} has no effect on target here, which is what this process runs on"
+        )
+    packages = read_packages(flag, text)
+    requirements(packages, target.platform)
+    return packages
+
+
 def _earlier(
     args: RehearseArgs,
     name: str,
@@ -183,8 +198,7 @@ def _earlier(
         report = read_report(args.against)
         return lambda: report
     if "==" in args.against:
-        packages = read_packages("--against", args.against)
-        requirements(packages, target.platform)
+        packages = _packages("--against", args.against, target)
         return lambda: rehearse_with(packages, args.config, name, target, say)
     other = load_config(args.against)
 

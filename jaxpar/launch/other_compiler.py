@@ -86,6 +86,10 @@ def requirements(packages: Packages, platform: str) -> list[str]:
     Raises:
       UserError: a version of libtpu is asked for, which compiles for no GPU.
     """
+    if platform == "cpu":
+        raise UserError(
+            "another compiler has no effect on target here, which runs what is installed"
+        )
     jax = packages.get("jax", "")
     libtpu = packages.get("libtpu", "")
     if platform != "tpu" and libtpu:

@@ -5,8 +5,9 @@ time from one task to the next. The compiler splits a large fusion over threads,
 matmuls; anything else is one thread's. A call takes some time for each of its arrays on each
 device.
 
-Simulated devices share the processors. Where 8 devices run on 2 cores, all at the same task, each
-has a quarter of a core, whatever threads it has. Where 2 run on 16, each has 8.
+Simulated devices share the processors. As many as there are cores, or more, have the rates that
+were measured with all of them at the same work, and each its share of these: of 8 devices on 2
+cores, each an eighth. One device alone splits its larger tasks over all cores.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jaxpar.hlo.program.module import Module
 from jaxpar.hlo.program.tasks import Collective, Program, Task, walk_paths
 from jaxpar.hlo.work.vector_work import ALL_THREADS, VectorWork, vector_work
 from jaxpar.rehearse.cost import COMPUTE, Cost, Costs
-from jaxpar.rehearse.here import CpuFigures, rate_at
+from jaxpar.rehearse.here import WIDE, CpuFigures, rate_at
 from jaxpar.rehearse.link_costs import CollectiveTime
 
 
@@ -40,7 +41,6 @@ def price_on_cpu(
     Returns:
       The cost of one execution of every task, by its path; and notes on what was assumed.
     """
-    share = figures.cores / devices
     work = vector_work(module)
     given = len(module.computations[module.entry].parameters)
     call = figures.call + figures.argument * given * devices
@@ -53,30 +53,41 @@ def price_on_cpu(
             on_links = collective_time(task.collective)
             costs[path] = Cost(on_links.seconds, (COMPUTE, *on_links.resources))
             continue
-        launch = figures.task / min(1.0, share)
-        seconds = task_seconds(task, work.get(task.name, VectorWork()), figures, share)
+        found = task_seconds(task, work.get(task.name, VectorWork()), figures, devices)
+        launch, seconds = found
         launch += call  # before the first task
         call = 0.0
         costs[path] = Cost(launch + seconds, (COMPUTE,), launch)
     return costs, tuple(notes)
 
 
-def task_seconds(task: Task, work: VectorWork, figures: CpuFigures, share: float) -> float:
-    """Return what one execution of a task takes, without the time that it waits to begin.
+def task_seconds(
+    task: Task, work: VectorWork, figures: CpuFigures, devices: int
+) -> tuple[float, float]:
+    """Return how long a task takes to begin, and what one execution takes then.
 
     Args:
-      share: the cores that the device has for itself; below 1 where devices share a core.
+      work: its elementwise work.
+      devices: the devices that do the same at once.
     """
-    threads = figures.cores if work.threads == ALL_THREADS else min(work.threads, figures.cores)
-    used = min(float(threads), share)
-    whole = figures.cores
+    if devices < figures.cores:
+        rates = figures.alone
+        threads = figures.cores if work.threads == ALL_THREADS else work.threads
+        # a device has a part of the cores, and its threads run on no more than these
+        vector_threads = min(threads, figures.cores / devices)
+        tasks = rates.tasks
+    else:
+        rates = figures.together
+        vector_threads = 1 / devices
+        tasks = rates.tasks / devices
     matmul = 0.0
     if task.flops:
-        rates = figures.matmul_bfloat16 if task.dtype == "bf16" else figures.matmul_float32
-        matmul = task.flops * whole / (rate_at(rates, task.flops) * min(share, whole))
-    vector = work.simple / figures.simple + work.costly / figures.costly
-    vector += work.strided / figures.strided
+        rate = rates.matmul(task.dtype, task.flops, work.narrowest or WIDE)
+        matmul = devices * task.flops / rate
     moved = 0.0
     if task.bytes:
-        moved = task.bytes * whole / (rate_at(figures.memory, task.bytes) * min(share, whole))
-    return max(matmul, vector / used, moved)
+        moved = devices * task.bytes / rate_at(rates.memory, task.bytes)
+    vector = work.simple / rates.simple + work.costly / rates.costly
+    if work.strided:
+        vector += work.strided / rate_at(rates.strided, work.strided)
+    return 1 / tasks, max(matmul, vector / vector_threads, moved)

@@ -306,12 +306,20 @@ def _gpus(name: str, chip: Chip, count: int) -> Target:
 # This machine.
 
 
-def target_here(devices: Sequence[jax.Device], say: Say = lambda line: None) -> Target:
+def target_here(
+    devices: Sequence[jax.Device],
+    say: Say = lambda line: None,
+    anew: bool = False,
+    rates: CpuFigures | None = None,
+) -> Target:
     """Make the target that is devices of this machine. Of a CPU the figures are measured, once.
 
     Args:
       devices: those that programs run on, all at once.
       say: is called with a line before anything is measured.
+      anew: whether a CPU is measured even where figures are kept: other processes may have run
+        then.
+      rates: what was just measured with other devices of the CPU, which is taken.
 
     Raises:
       UserError: nothing is known of their chip.
@@ -320,7 +328,7 @@ def target_here(devices: Sequence[jax.Device], say: Say = lambda line: None) -> 
     if devices[0].platform != "cpu":
         chip, hardware = chip_here(devices)
         return Target(HERE, chip, "cuda", hardware, 1, f"1x{count}", here=tuple(devices))
-    figures = cpu_figures(devices, say)
+    figures = cpu_figures(devices, say, anew, rates)
     hardware = hardware_of_cpus(figures, count)
     if count > 1:
         note = f"{count} simulated devices on {figures.cores} cores"

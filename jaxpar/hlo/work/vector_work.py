@@ -40,12 +40,14 @@ class VectorWork(NamedTuple):
       costly: those that one of `COSTLY` makes.
       strided: those that a transpose moves, which reads memory in another order than it writes.
       threads: the number of threads that it is split over; `ALL_THREADS` = as many as there are.
+      narrowest: the fewest rows, columns or terms of a sum of its largest matmul; 0 = it has none.
     """
 
     simple: float = 0.0
     costly: float = 0.0
     strided: float = 0.0
     threads: int = 1
+    narrowest: int = 0
 
 
 def vector_work(module: Module) -> dict[str, VectorWork]:
@@ -87,6 +89,7 @@ def _work_of(module: Module, computation: Computation, instruction: Instruction)
             simple=total.simple + share * more.simple,
             costly=total.costly + share * more.costly,
             strided=total.strided + share * more.strided,
+            narrowest=max(total.narrowest, more.narrowest),
         )
     return total
 
@@ -100,6 +103,8 @@ def _operations(computation: Computation, instruction: Instruction) -> VectorWor
     opcode = instruction.opcode
     operands = computation.operands(instruction)
     elements = float(instruction.shape.elements)
+    if opcode == "dot" and len(operands) == 2:
+        return VectorWork(narrowest=_narrowest(operands[0], operands[1], instruction))
     if opcode in _NO_WORK or opcodes.is_free(instruction):
         return VectorWork()
     if opcode in COSTLY:
@@ -108,10 +113,31 @@ def _operations(computation: Computation, instruction: Instruction) -> VectorWor
         return VectorWork(simple=max(elements, float(operands[0].shape.elements)))
     if opcode in _UPDATES and len(operands) > 1:
         return VectorWork(simple=float(operands[_UPDATES[opcode]].shape.elements))
-    turned = opcode == "copy" and operands and operands[0].shape.order != instruction.shape.order
-    if opcode == "transpose" or turned:
+    if opcode in ("transpose", "copy") and operands and _turns(operands[0], instruction):
         return VectorWork(strided=elements)
     return VectorWork(simple=elements)
+
+
+def _narrowest(left: Instruction, right: Instruction, dot: Instruction) -> int:
+    """Return the least of a matmul's rows, columns and terms of a sum, in each of its batch."""
+    dims = left.shape.dims
+    terms = prod(dims[dim] for dim in dot.numbers("lhs_contracting_dims"))
+    batch = prod(dims[dim] for dim in dot.numbers("lhs_batch_dims"))
+    rows = left.shape.elements // max(1, terms * batch)
+    columns = right.shape.elements // max(1, terms * batch)
+    return min(rows, columns, terms)
+
+
+def _turns(operand: Instruction, moved: Instruction) -> bool:
+    """Tell whether a transpose or a copy writes other elements next to each other than it reads:
+    otherwise it moves rows, as where heads and positions change places.
+    """
+    inner = [dim for dim in moved.shape.order if moved.shape.dims[dim] > 1]
+    read = [dim for dim in operand.shape.order if operand.shape.dims[dim] > 1]
+    if not inner or not read:
+        return False
+    permutation = moved.numbers("dimensions") or range(len(moved.shape.dims))
+    return permutation[inner[0]] != read[0]
 
 
 def _threads(instruction: Instruction) -> int:

@@ -11,58 +11,103 @@ import os
 import platform
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from jaxpar.base.atomic_write import write_whole
-from jaxpar.base.errors import UserError, read_json
+from jaxpar.base.errors import UserError, read_json, require_kinds
 from jaxpar.base.machine import cache_folder, versions
 
-_FORM = 1
+_FORM = 2
 """The version of the file, which goes up where a figure is measured in another way."""
 
+NARROW = 32
+WIDE = 128
+"""The narrowest sides of the matmuls that are measured."""
 Rates = tuple[tuple[float, float], ...]
 """Rates by size, (size, units a second), the smallest first."""
 
 
 @dataclass(frozen=True)
+class CpuRates:
+    """What processors do a second.
+
+    Attributes:
+      matmul_float32: FLOP/s of a matmul by its FLOPs, where rows, columns and terms of a sum are
+        `WIDE` or more.
+      narrow_float32: likewise of matmuls in a batch, whose narrowest side is `NARROW`, as heads'.
+      matmul_bfloat16, narrow_bfloat16: likewise.
+      memory: bytes/s that are read and written, by the bytes of a task.
+      simple: elements that are added, compared or selected.
+      costly: elements that an exponential is taken of.
+      strided: elements that are transposed, by their number.
+      tasks: tasks that begin.
+    """
+
+    matmul_float32: Rates
+    narrow_float32: Rates
+    matmul_bfloat16: Rates
+    narrow_bfloat16: Rates
+    memory: Rates
+    strided: Rates
+    simple: float
+    costly: float
+    tasks: float
+
+    def best(self, name: str) -> float:
+        """Return the highest rate of a table, by the name of its field."""
+        return max(rate for _, rate in getattr(self, name))
+
+    def matmul(self, dtype: str, flops: float, narrowest: int) -> float:
+        """Return the FLOP/s of a matmul.
+
+        Args:
+          dtype: as HLO writes it; any but `bf16` counts as float32.
+          flops: the FLOPs of one execution.
+          narrowest: the least of its rows, columns and terms of a sum.
+        """
+        half = dtype == "bf16"
+        wide = rate_at(self.matmul_bfloat16 if half else self.matmul_float32, flops)
+        narrow = rate_at(self.narrow_bfloat16 if half else self.narrow_float32, flops)
+        return rate_at(((NARROW, narrow), (WIDE, wide)), narrowest)
+
+
+@dataclass(frozen=True)
 class CpuFigures:
-    """What the processors of a machine do, all of them together where nothing else is said.
+    """What the processors of a machine do.
 
     Attributes:
       cores: the processors that this process may use.
-      matmul_float32: FLOP/s of a matmul by its FLOPs.
-      matmul_bfloat16: likewise.
-      memory: bytes/s that are read and written, by the bytes of a task.
-      simple: elements a second that one core adds, compares or selects.
-      costly: elements a second that one core takes an exponential of.
-      strided: elements a second that one core transposes.
-      task: seconds from one task to the next.
+      alone: the rates of one device that has the machine for itself. It splits its larger tasks
+        over all cores; `simple`, `costly` and `strided` are of one thread.
+      together: the rates of all devices together, while each does the same.
       call: seconds in which a program of nothing is called.
       argument: seconds that each further array of a call takes on each device.
-      devices: the devices that the collectives were measured with.
-      collective_start: seconds of a collective of nothing between them.
+      devices: the devices that `together` and the collectives were measured with.
+      collective_start: seconds of a collective of nothing between them; 0 for one device.
       collective_bandwidth: bytes/s of a device in a collective.
     """
 
     cores: int
-    matmul_float32: Rates
-    matmul_bfloat16: Rates
-    memory: Rates
-    simple: float
-    costly: float
-    strided: float
-    task: float
+    alone: CpuRates
+    together: CpuRates
     call: float
     argument: float
     devices: int = 1
     collective_start: float = 0.0
     collective_bandwidth: float = 0.0
 
-    def best(self, name: str) -> float:
-        """Return the highest rate of a table, by the name of its field."""
-        return max(rate for _, rate in getattr(self, name))
+
+_TABLES = (
+    "matmul_float32",
+    "narrow_float32",
+    "matmul_bfloat16",
+    "narrow_bfloat16",
+    "memory",
+    "strided",
+)
+_NUMBERS = ("simple", "costly", "tasks")
 
 
 def rate_at(rates: Rates, size: float) -> float:
@@ -102,12 +147,20 @@ def read_figures(file: Path) -> CpuFigures | None:
     if not file.exists():
         return None
     try:
-        found = read_json(file)
-        tables = ("matmul_float32", "matmul_bfloat16", "memory")
-        read = {name: _rates(value) if name in tables else value for name, value in found.items()}
-        return CpuFigures(**read)
-    except (UserError, TypeError, ValueError):
+        found = read_json(file, {"alone": dict[str, Any], "together": dict[str, Any]})
+        for name in ("alone", "together"):
+            found[name] = _read_rates(found.get(name), f"{file}: {name}")
+        own = [one.name for one in fields(CpuFigures) if one.name not in ("alone", "together")]
+        require_kinds(found, dict.fromkeys(own, float), str(file))
+        return CpuFigures(**found)
+    except (UserError, KeyError, TypeError, ValueError):
         return None  # they are measured anew
+
+
+def _read_rates(value: Any, origin: str) -> CpuRates:
+    kinds = dict.fromkeys(_NUMBERS, float) | dict.fromkeys(_TABLES, list[list[float]])
+    rates = require_kinds(value, kinds, origin)
+    return CpuRates(**rates | {name: _rates(rates[name]) for name in _TABLES})
 
 
 def keep_figures(file: Path, figures: CpuFigures) -> None:

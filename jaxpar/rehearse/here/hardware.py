@@ -22,8 +22,9 @@ def hardware_of_cpus(figures: CpuFigures, count: int) -> Hardware:
       figures: what the processors do, all together.
       count: the devices that run at once.
     """
+    rates = figures.alone if count == 1 else figures.together
     share = 1 / count
-    bandwidth = share * figures.memory[-1][1]  # of arrays beyond every cache
+    bandwidth = share * rates.memory[-1][1]  # of arrays beyond every cache
     return Hardware(
         chip="CPU",
         device_kinds=("cpu",),
@@ -33,11 +34,11 @@ def hardware_of_cpus(figures: CpuFigures, count: int) -> Hardware:
         hbm_bandwidth=bandwidth,
         host_link_bandwidth=bandwidth,
         host_memory_bandwidth=bandwidth,
-        host_flops=share * figures.simple * figures.cores,
-        launch_overhead=figures.task * max(1.0, count / figures.cores),
+        host_flops=share * rates.simple,
+        launch_overhead=count / rates.tasks,
         peak_flops=PeakFlops(
-            float32=share * figures.best("matmul_float32"),
-            bfloat16=share * figures.best("matmul_bfloat16"),
+            float32=share * rates.best("matmul_float32"),
+            bfloat16=share * rates.best("matmul_bfloat16"),
         ),
         ici=Interconnect(
             kind="switch",
