@@ -107,7 +107,7 @@ CASES: dict[str, HereCase] = {
 }
 """The configs, by name."""
 QUICK = ("gpt2-one", "gpt2-fsdp4", "gpt2-deep", "bert", "gpt2-long")
-"""Those of a quick board."""
+"""The configs of a quick board."""
 
 
 class HereRow(TypedDict):

@@ -8,9 +8,10 @@
 
 `step` takes anyone's function, `config` the training step of a config.
 
-Its rooms, in the order in which they are read: `targets` are the machines; `argument_places` places
-what a function is given on one, and `compiled` compiles it. `cost` prices what the compiler made of
-it (with `link_costs` for collectives), and `timeline` plays it out. `requested_collectives` lists
+Its rooms, in the order in which they are read: `targets` are the machines, of which `here` measures
+the one that runs this; `argument_places` places what a function is given on one, and `compiled`
+compiles it. `cost` prices what the compiler made of it (with `link_costs` for collectives, and by
+`cpu_cost` on a CPU), and `timeline` plays it out. `requested_collectives` lists
 those that a model asked for. `graph` says what another order could reach. `report` is the form of
 what was found, and `program_report` fills it in. `_step` puts these together for any function, and
 `of_config` for the training step of a config.

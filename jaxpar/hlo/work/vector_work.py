@@ -1,7 +1,7 @@
 """The elementwise work of a program for CPUs, and on how many threads each piece of it runs.
 
-What a CPU's vector units take for a fusion is no less than what its arrays take in memory, as for
-an exponential. The compiler splits a large fusion over threads, and says so in its notes.
+The vector units of a CPU may take longer for a fusion than its memory does, where it has an
+exponential for example. The compiler splits a large fusion over threads, and says so in its notes.
 
     %f = f32[12,64]{1,0} fusion(%x), calls=%c, backend_config={"outer_dimension_partitions":["2"]}
     %c: exponential, add, each f32[12,64]
