@@ -287,6 +287,11 @@ def flatten(config: object, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
+def flat_text(config: object) -> dict[str, str]:
+    """Every value of a config as TOML writes it, by its dotted key: `{"mesh.data": "1", ...}`."""
+    return {key: _toml_value(value) for key, value in flatten(config).items()}
+
+
 def as_tables(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values by dotted key as nested tables, as a TOML file gives them: `flatten` undone.
 

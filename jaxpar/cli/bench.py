@@ -1,5 +1,5 @@
 """The commands that measure the training step and generation beside PyTorch, rehearse the presets,
-hold rehearsals against published steps, and rank measured plans.
+hold rehearsals against published steps and against steps of this machine, and rank measured plans.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Annotated
 from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config
 from jaxpar.base.console import check_folders, console
+from jaxpar.base.errors import UserError
 from jaxpar.base.machine import machine_memory
 from jaxpar.base.ranges import Range
 from jaxpar.cli.arguments import (
@@ -104,6 +105,22 @@ class BenchForesightArgs:
     """Take one row a chip, the one with the fewest devices."""
 
 
+@dataclass(frozen=True)
+class BenchHereArgs:
+    """Run small training steps on this machine's CPU, on one device and on several simulated ones,
+    beside their rehearsals for it: the rank correlation of the two, and the error of each.
+    """
+
+    only: tuple[str, ...] = ()
+    """Take these configs, by the names of the table; none = all 16."""
+    quick: bool = False
+    """Take five of them."""
+    rounds: Annotated[int, Range(1, 1_000_000)] = 15
+    """The number of rounds, in which each is measured once."""
+    json: str = ""
+    """Write the board: FILE.json."""
+
+
 def bench_command(words: list[str]) -> int:
     """jaxpar bench CONFIG [--rounds N] [--calls N] [--section.key value ...]"""
     if words[:1] == ["generate"]:
@@ -114,6 +131,8 @@ def bench_command(words: list[str]) -> int:
         return bench_plans_command(words[1:])
     if words[:1] == ["foresight"]:
         return bench_foresight_command(words[1:])
+    if words[:1] == ["here"]:
+        return bench_here_command(words[1:])
     from jaxpar.bench.measure import bench_step, table
     from jaxpar.train.experiments import make_experiment
     from jaxpar.train.state_memory import require_memory
@@ -225,3 +244,23 @@ def bench_foresight_command(words: list[str]) -> int:
         say(f"wrote {picture}")
     say(f"wrote {file}")
     return 1 if any(row["refused"] for row in found["rows"]) else 0
+
+
+def bench_here_command(words: list[str]) -> int:
+    """jaxpar bench here [--only NAME ...] [--quick] [--rounds N] [--json FILE.json]"""
+    from jaxpar.bench.here import QUICK, bench_here, here_rows
+    from jaxpar.bench.measure import table
+
+    args = parse_words(bench_here_command.__doc__, BenchHereArgs(), words)
+    if args.only and args.quick:
+        raise UserError("--quick has no effect beside --only, which names the configs")
+    check_folders(args.json)
+    say = console().print
+    found = bench_here(args.only or (QUICK if args.quick else ()), args.rounds, say)
+    say(table(here_rows(found)), soft_wrap=True)
+    ranks = found["rank_correlation"]
+    said = "" if ranks is None else f"rank correlation {ranks:.3f}, "
+    say(f"{said}median error {100 * found['median_error']:.0f} %")
+    if args.json:
+        write_whole(Path(args.json), json.dumps(found, indent=1) + "\n")
+    return 0

@@ -9,5 +9,5 @@ processes, and starts all again when one dies (Ray Train), with fewer machines b
 where a run goes and what its hosts do, and `staging` which files are sent to them.
 
 `sweep` runs a grid of settings (Ray Tune), and `compose` rehearses many configs and trains small
-ones (`small_loss`).
+ones (`small_loss`). `other_compiler` rehearses with a compiler of another version.
 """

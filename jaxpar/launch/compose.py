@@ -11,7 +11,7 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from jaxpar.base.errors import Say, UserError, require_local
 from jaxpar.base.machine import versions
 from jaxpar.launch.small_loss import loss_after
 from jaxpar.plan.compositions import Gain, Study, compose, point_line
-from jaxpar.plan.rehearsal_cache import Figures, Point, rehearse_point
+from jaxpar.plan.rehearsal_cache import Figures, Point, find_same, rehearse_point
 from jaxpar.plan.settings import Setting
 from jaxpar.rehearse.targets import Target
 
@@ -126,6 +126,8 @@ def rehearse_trials(
     points = list[Point]()
     for name, config in trials.items():
         point = _trial(name, config, target, folder, say)
+        if point.figures is not None:
+            point = replace(point, same_as=find_same(points, point.figures))
         points.append(point)
         say(f"[{len(points)}/{len(trials)}] {point_line(point)}")
     _write_points(points, folder / "results.csv")
@@ -148,11 +150,11 @@ def _trial(name: str, config: Config | UserError, target: Target, folder: Path, 
 
 def _write_points(points: Sequence[Point], file: Path) -> None:
     fields = tuple(Figures.__dataclass_fields__)
-    rows: list[tuple[Any, ...]] = [("settings", *fields, "loss", "why_not")]
+    rows: list[tuple[Any, ...]] = [("settings", *fields, "loss", "why_not", "same_as")]
     for point in points:
         known = {} if point.figures is None else asdict(point.figures)
-        row = (point.name, *(known.get(field) for field in fields), point.loss, point.why_not)
-        rows.append(row)
+        figures = [known.get(field) for field in fields]
+        rows.append((point.name, *figures, point.loss, point.why_not, point.same_as))
     _write_csv(rows, file)
 
 

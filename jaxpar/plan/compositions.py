@@ -15,7 +15,7 @@ from typing import NamedTuple
 from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text, count_text
 from jaxpar.base.errors import Say, UserError
-from jaxpar.plan.rehearsal_cache import Figures, Point
+from jaxpar.plan.rehearsal_cache import Figures, Point, find_same
 from jaxpar.plan.settings import NoEffect, Setting, apply_settings
 
 MOST_SUBSETS = 32
@@ -223,12 +223,14 @@ class _Run:
             return Point(names, idle=str(error))
         except UserError as error:
             return Point(names, refused=str(error))
+        same = find_same(self._known.values(), figures)
         if self.loss is None:
-            return Point(names, figures)
+            return Point(names, figures, same_as=same)
         try:
-            return Point(names, figures, self.loss(config))
+            return Point(names, figures, self.loss(config), same_as=same)
         except UserError as error:
-            return Point(names, figures, refused=f"it was rehearsed, but not trained: {error}")
+            why = f"it was rehearsed, but not trained: {error}"
+            return Point(names, figures, refused=why, same_as=same)
 
 
 def point_line(point: Point) -> str:
@@ -246,6 +248,8 @@ def point_line(point: Point) -> str:
         parts.append(f"loss {point.loss:.4f}")
     if point.refused:
         parts.append(point.refused)
+    elif point.same_as:
+        parts.append(f"changed nothing: the program of {point.same_as}")
     if not figures.fits:
         parts.append(f"does not fit in {bytes_text(figures.usable)}")
     return f"{point.name}: {', '.join(parts)}"

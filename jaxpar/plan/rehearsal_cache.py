@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -43,6 +43,7 @@ class Figures:
       memory: the bytes of a device at the peak.
       usable: the bytes that a program may take there.
       compile_seconds: the time that the compiler took.
+      program: the digest of the compiled program; empty = not known.
     """
 
     step: float
@@ -54,6 +55,7 @@ class Figures:
     usable: int
     fits: bool
     compile_seconds: float
+    program: str = ""
 
     @classmethod
     def of(cls, report: Rehearsal) -> Figures:
@@ -70,6 +72,7 @@ class Figures:
             usable=memory["usable_bytes"],
             fits=memory["fits"],
             compile_seconds=report["compile_seconds"],
+            program=report.get("program", ""),
         )
 
 
@@ -84,6 +87,8 @@ class Point:
       loss: its loss after some steps, in nats a token; None = it was not trained.
       refused: the reason why it was not rehearsed.
       idle: the reason why one of its settings changes nothing.
+      same_as: the name of an earlier point that compiled to the same program, so that what differs
+        between the two changed nothing.
     """
 
     settings: tuple[str, ...]
@@ -91,6 +96,7 @@ class Point:
     loss: float | None = None
     refused: str = ""
     idle: str = ""
+    same_as: str = ""
 
     @property
     def name(self) -> str:
@@ -108,6 +114,29 @@ class Point:
         if self.figures is not None and not self.figures.fits:
             return "does not fit the memory of a device"
         return self.refused or self.idle
+
+    @property
+    def remark(self) -> str:
+        """What a table says beside the figures: why there are none, or that the program is another
+        point's too.
+        """
+        if not self.why_not and self.same_as:
+            return f"changed nothing: the program of {self.same_as}"
+        return self.why_not
+
+
+def find_same(points: Iterable[Point], figures: Figures) -> str:
+    """Find the name of the first point that compiled to the same program; empty = there is none.
+
+    Args:
+      points: the points that were rehearsed before.
+      figures: those of another point.
+    """
+    if not figures.program:
+        return ""
+    known = [point for point in points if point.figures is not None]
+    same = (point.name for point in known if point.figures.program == figures.program)  # pyright: ignore[reportOptionalMemberAccess]
+    return next(same, "")
 
 
 def rehearse_point(

@@ -4,16 +4,18 @@
     rehearse.show(report)
     rehearse.write_trace(report, "step.json.gz")    # opens in ui.perfetto.dev
     rehearse.print_comparison(rehearse.compare(before, report))
+    rehearse.failures(report, ["step+3%"], before)  # a line for each that has grown too much
 
 `step` takes anyone's function, `config` the training step of a config.
 
-Its rooms, in the order in which they are read: `targets` are the machines, and `named_mesh` has a
-mesh for each; `argument_places` places what a function is given on one, and `compiled` compiles
-it. `cost` prices what the compiler made of it (with `link_costs` for collectives), and `timeline`
-plays it out. `requested_collectives` lists those that a model asked for. `how_sure` says how far
-a step may be off, and `calibration` scales it by a measured one. `graph` says what another order
-could reach. `report` is the form of what was found, and `program_report` fills it in. `_step`
-puts these together for any function, and `of_config` for the training step of a config.
+Its rooms, in the order in which they are read: `targets` are the machines, of which `here` measures
+the one that runs this, and `named_mesh` has a mesh for each; `argument_places` places what a
+function is given on one, and `compiled` compiles it. `cost` prices what the compiler made of it
+(with `link_costs` for collectives, and by `cpu_cost` on a CPU), and `timeline` plays it out.
+`requested_collectives` lists those that a model asked for. `how_sure` says how far a step may be
+off, and `calibration` scales it by a measured one. `graph` says what another order could reach.
+`report` is the form of what was found, and `program_report` fills it in. `_step` puts these
+together for any function, and `of_config` for the training step of a config.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.base.compiler import step_options as compiler_options
 from jaxpar.rehearse._step import step
 from jaxpar.rehearse.graph.report import write_graph
-from jaxpar.rehearse.report.comparison import Comparison, compare, print_comparison
+from jaxpar.rehearse.report.comparison import Comparison, compare
+from jaxpar.rehearse.report.comparison_tables import print_comparison
+from jaxpar.rehearse.report.gate import failures
 from jaxpar.rehearse.report.report_tables import show
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.report.task_graph import TaskGraph
@@ -41,6 +45,7 @@ __all__ = [
     "compare",
     "compiler_options",
     "config",
+    "failures",
     "load_target",
     "print_comparison",
     "show",

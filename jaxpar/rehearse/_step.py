@@ -18,12 +18,12 @@ from jaxpar.base.jax_compat import Option
 from jaxpar.base.layout.sharding import PyTree
 from jaxpar.base.number_checks import require_number, require_whole
 from jaxpar.hlo.origin import OWN, default_dirs
-from jaxpar.rehearse.argument_places import argument_bytes, place_arguments
+from jaxpar.rehearse.argument_places import argument_bytes, devices_of_call, place_arguments
 from jaxpar.rehearse.compiled import compile_for
 from jaxpar.rehearse.program_report import report_of
 from jaxpar.rehearse.report import memory
 from jaxpar.rehearse.report.schema import Rehearsal
-from jaxpar.rehearse.targets import Target, load_target
+from jaxpar.rehearse.targets import HERE, Target, load_target, target_here
 
 
 def step(
@@ -48,7 +48,8 @@ def step(
         devices=jaxpar.load_target("v5e-8").devices())`. Without any sharding, on arguments or
         inside the function, all is on one device of the target; beside others, an array without one
         lies on their mesh as the compiler chooses. The report's notes say either.
-      target: a name such as `v5p-64` or `h100x8` (docs/targets.md), or the result of `load_target`.
+      target: a name such as `v5p-64` or `h100x8` (docs/targets.md), or the result of `load_target`;
+        `here` = this machine, of which the devices that the arguments lie on count.
       name: the name that the report shows.
       tokens: the tokens of one call, all devices together; 0 = not known, and the report has no
         tokens a second.
@@ -73,7 +74,11 @@ def step(
     _require_options(compiler_options)
     require_whole("rehearse.step", "tokens", tokens, least=0)
     require_number("rehearse.step", "model_flops", model_flops, least=0)
-    if not isinstance(target, Target):
+    if target == HERE:
+        # a program has as much of this machine as it asks for, and without a mesh one device
+        devices = devices_of_call(jitted, arguments, keywords or {}) or jax.devices()[:1]
+        target = target_here(devices, say)
+    elif not isinstance(target, Target):
         target = load_target(target)
     names = _names(jitted, len(arguments))
     placed = place_arguments(jitted, names, arguments, keywords or {}, target)

@@ -80,6 +80,20 @@ def place_arguments(
     return Placed(placed, by_name, mesh, note)
 
 
+def devices_of_call(
+    jitted: jax.stages.Wrapped, arguments: Sequence[PyTree], keywords: Mapping[str, PyTree]
+) -> list[jax.Device]:
+    """Find the devices of the one mesh of a call, of its arguments or inside the function; empty
+    where there is none, or several.
+    """
+    shapes = jax.tree.map(_shape_of, (tuple(arguments), dict(keywords)))
+    meshes = _meshes_of(shapes) or _meshes_inside(jitted, shapes)
+    if len(meshes) != 1:
+        return []
+    (mesh,) = meshes
+    return list(mesh.devices.flat)
+
+
 def argument_bytes(
     named: Mapping[str, PyTree],
     compiled: jax.stages.Compiled,

@@ -16,6 +16,8 @@ from jaxpar.base.errors import Say
 from jaxpar.base.jax_compat import without_fusion
 from jaxpar.base.layout.mesh import MESH_AXES, describe
 from jaxpar.base.layout.placements import placements
+from jaxpar.base.process.runtime import start
+from jaxpar.base.toml import flat_text
 from jaxpar.hlo.fusions import joining_fusions, operations
 from jaxpar.hlo.program.parse import parse_module
 from jaxpar.rehearse.calibration import calibrate, seconds_of_run, written_seconds
@@ -28,7 +30,7 @@ from jaxpar.rehearse.report import memory
 from jaxpar.rehearse.report.schema import Calibration, Memory, Rehearsal
 from jaxpar.rehearse.report.task_graph import Fused
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
-from jaxpar.rehearse.targets import Target, check_mesh, load_target
+from jaxpar.rehearse.targets import HERE, Target, check_mesh, load_target, target_here
 from jaxpar.rehearse.timeline import read_and_price, replay
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment, plan_notes, with_config
@@ -85,7 +87,7 @@ def rehearse(
     Args:
       experiment: the experiment, or the config of one, settled (`jaxpar.plan.resolve`). Its mesh
         must fit the target; `mesh.distributed` and `mesh.platform` do not count.
-      target: a name such as `h100x64`, or the result of `load_target`.
+      target: a name such as `h100x64`, or the result of `load_target`; `here` = this machine.
       name: the name of the config in the report.
       command: the command line in the report.
       say: is called with a line at the start of each stage.
@@ -102,7 +104,7 @@ def rehearse(
         the step because it does not fit the memory.
     """
     if not isinstance(target, Target):
-        target = load_target(target)
+        target = target_of(experiment, target, say)
     scale = None
     if measured is not None:
         say("the step that was measured, to scale by")
@@ -146,6 +148,7 @@ def report_of_step(
         graph=graph,
     )
     report["command"] = command
+    report["settings"] = flat_text(config)
     report["interval"] = interval_of(
         report["time"]["step"],
         step.compiled.target.chip,
@@ -174,6 +177,27 @@ def report_of_step(
         ]
     report["notes"] = [*dropout, *teacher, *step.notes, *report["notes"]]
     return report
+
+
+def target_of(experiment: Config | Experiment, name: str, say: Say = lambda line: None) -> Target:
+    """Look up the target of a name for a config: of this machine, `here`, the devices that the
+    config's mesh asks for.
+
+    Args:
+      experiment: the experiment, or the config of one.
+      name: the name of the target.
+      say: is called with a line before anything is measured.
+
+    Raises:
+      UserError: there is no such target, or the devices cannot be had.
+    """
+    if name != HERE:
+        return load_target(name)
+    if isinstance(experiment, Config):
+        devices = start(check(experiment).mesh)
+    else:
+        devices = experiment.devices
+    return target_here(devices, say)
 
 
 def unfused(experiment: Experiment, target: Target, say: Say = lambda line: None) -> Fused:

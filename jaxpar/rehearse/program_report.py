@@ -13,6 +13,7 @@ from jaxpar.base.layout.plan import Plan
 from jaxpar.base.machine import versions
 from jaxpar.base.prices import Prices
 from jaxpar.hlo.origin import PackageDirs
+from jaxpar.hlo.program.digest import program_digest
 from jaxpar.hlo.program.parse import parse_module
 from jaxpar.hlo.program.tasks import Origin, Task
 from jaxpar.kernels.attention.libraries import stand_ins_in
@@ -106,6 +107,7 @@ def report_of(
         "target": _target_facts(target, dtype, peak),
         "mesh": {str(axis): size for axis, size in mesh.shape.items() if size > 1},
         "compile_seconds": compiled.seconds,
+        "program": program_digest(compiled.text),
         "compiler_options": dict(compiled.options),
         "kernels": kernels,
         "memory": taken,

@@ -3,7 +3,8 @@
 
 A TPU's number counts chips, not cores: the 64 chips of `v5p-64` are v5p-128 at Google Cloud.
 `v5p-128x4` is four slices of 128 chips, `v5p:4x4x8` is a slice of exactly this shape, and `h100x64`
-is 64 GPUs, eight to a node. `h100x64@a3-highgpu-8g` says in which machines they are.
+is 64 GPUs, eight to a node; `h100x64@a3-highgpu-8g` says in which machines they are. `here` is
+this machine, and `here:8` its CPU as 8 simulated devices.
 """
 
 from __future__ import annotations
@@ -13,25 +14,28 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxpar.base.errors import UserError, short, suggest
+from jaxpar.base.errors import Say, UserError, short, suggest
 from jaxpar.base.hardware import CHIPS, Chip, Hardware, Slices, load_chip
 from jaxpar.base.jax_compat import find_private, refusal_without, register_gpu_compiler
 from jaxpar.base.layout.mesh import MeshSpec, describe, resolve
 from jaxpar.base.machine import versions
 from jaxpar.base.machine_types import load_machine_type
-from jaxpar.base.process.runtime import without_chips
+from jaxpar.base.process.runtime import ask_for_cpus, without_chips
 from jaxpar.base.toml import presets
+from jaxpar.rehearse.here import CpuFigures, chip_here, cpu_figures, hardware_of_cpus
 
 log = logging.getLogger(__name__)
-Platform = Literal["tpu", "cuda"]
+Platform = Literal["tpu", "cuda", "cpu"]
 Topology = Any  # what jax calls a TopologyDescription
 GPUS_PER_NODE = 8
+HERE = "here"
+"""The name of this machine as a target."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,10 @@ class Target:
     """Google Cloud's name of one slice: `v5p-128`."""
     note: str = ""
     """A line to show beside the name, where the name could be misread."""
+    here: tuple[jax.Device, ...] = ()
+    """The devices, where they are those of this machine."""
+    cpu: CpuFigures | None = None
+    """What the processors do that the devices share, where they are simulated on CPU."""
 
     @property
     def device_count(self) -> int:
@@ -72,7 +80,7 @@ class Target:
         four along (x, y, z), but the whole slice on one machine: 1 chip, or 8 of a 2D torus."""
         shape = self.hardware.ici.shape
         flat = (*shape, 1)[:3]
-        if self.platform == "cuda":
+        if self.platform != "tpu":
             return shape
         if flat in ((1, 1, 1), (2, 4, 1)):
             return flat
@@ -94,6 +102,8 @@ class Target:
           UserError: the compiler is not installed (the message says how to install it), or refuses
             this topology.
         """
+        if self.here:
+            return list(self.here)
         if not jax.config.values["jax_platforms"]:
             jax.config.update("jax_platforms", "cpu")
         if why := refusal_without("topologies"):
@@ -136,7 +146,8 @@ def load_target(name: str) -> Target:
     Args:
       name: a chip and a size: `v5p-64` for 64 chips, `v5p-64x4` for four slices of them,
         `v5p:4x4x4` for a shape, `h100x64` for 64 GPUs; of GPUs a type of machine may follow:
-        `h100x64@a3-highgpu-8g`.
+        `h100x64@a3-highgpu-8g`. `here` is the devices of this machine, and `here:8` 8 of its
+        simulated CPU devices.
 
     Raises:
       UserError: the chip is unknown, or its topology does not allow this size; the message names
@@ -146,6 +157,8 @@ def load_target(name: str) -> Target:
         raise UserError(
             f'a target is a name, such as "v5p-64" or "h100x8", and {short(name)} was given'
         )
+    if at_hand := re.fullmatch(r"here(?::(\d+))?", name.lower()):
+        return target_here(_devices_here(int(at_hand[1] or 0)))
     size, at, machine = name.lower().partition("@")
     match = re.fullmatch(r"(\w+?)([-:x])(\d+(?:x\d+)*)", size)
     chips = {chip: load_chip(chip) for chip in presets(CHIPS)}
@@ -158,7 +171,7 @@ def load_target(name: str) -> Target:
         guess = suggest(size.replace("litepod", "e"), words)
         raise UserError(
             f"no target {name!r}{guess}: chips are {', '.join(chips)}, as in v5p-64, v5p-64x4, "
-            "h100x64"
+            "h100x64; and here is this machine"
         )
     key = match[1]
     mark = match[2]
@@ -308,6 +321,57 @@ def _in_machines(target: Target, name: str) -> Target:
             f"them are no target: try {target.chip}x{machine.gpus}@{name}"
         )
     return replace(target, name=f"{target.name}@{name}", hardware=machine.on(target.hardware))
+
+
+# This machine.
+
+
+def target_here(
+    devices: Sequence[jax.Device],
+    say: Say = lambda line: None,
+    anew: bool = False,
+    rates: CpuFigures | None = None,
+) -> Target:
+    """Make the target that is devices of this machine. Of a CPU the figures are measured, once.
+
+    Args:
+      devices: those that programs run on, all at once.
+      say: is called with a line before anything is measured.
+      anew: whether a CPU is measured even where figures are kept: other processes may have run
+        then.
+      rates: what was just measured with other devices of the CPU, which is taken.
+
+    Raises:
+      UserError: nothing is known of their chip.
+    """
+    count = len(devices)
+    if devices[0].platform != "cpu":
+        chip, hardware = chip_here(devices)
+        return Target(HERE, chip, "cuda", hardware, 1, f"1x{count}", here=tuple(devices))
+    figures = cpu_figures(devices, say, anew, rates)
+    hardware = hardware_of_cpus(figures, count)
+    if count > 1:
+        note = f"{count} simulated devices on {figures.cores} cores"
+    else:
+        note = f"{figures.cores} cores"
+    name = HERE if count == 1 else f"{HERE}:{count}"
+    return Target(
+        name, "cpu", "cpu", hardware, 1, str(count), note=note, here=tuple(devices), cpu=figures
+    )
+
+
+def _devices_here(count: int) -> list[jax.Device]:
+    """Return the devices of this machine: 0 = all of them, or so many simulated CPU devices."""
+    if count:
+        ask_for_cpus(count)
+    devices = jax.devices()
+    if len(devices) < count or (count and devices[0].platform != "cpu"):
+        raise UserError(
+            f"target 'here:{count}' is {count} simulated CPU devices, and JAX has started with "
+            f"{len(devices)} ({devices[0].platform}): set JAX_PLATFORMS=cpu, or ask before "
+            "anything uses JAX"
+        )
+    return devices[: count or None]
 
 
 # Devices to compile for.

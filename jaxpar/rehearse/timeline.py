@@ -22,10 +22,12 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from jaxpar.hlo.origin import PackageDirs
+from jaxpar.hlo.program.parse import parse_module
 from jaxpar.hlo.program.tasks import Loop, Node, Path, Program, Task, Wait, walk_paths
 from jaxpar.hlo.read import read_program
 from jaxpar.kernels.attention.libraries import kernel_cost
 from jaxpar.rehearse.cost import COMPUTE, Cost, Costs, price
+from jaxpar.rehearse.cpu_cost import price_on_cpu
 from jaxpar.rehearse.link_costs import collective_time
 from jaxpar.rehearse.targets import Target, places
 
@@ -175,9 +177,12 @@ def read_and_price(
     program = read_program(
         text, slice_of=slice_of, kernel_cost=kernel_cost, package_dirs=package_dirs
     )
-    costs, assumed = price(
-        program, target.hardware, partial(collective_time, places=where, target=target)
-    )
+    on_links = partial(collective_time, places=where, target=target)
+    if target.cpu is None:
+        costs, assumed = price(program, target.hardware, on_links)
+    else:
+        module = parse_module(text)
+        costs, assumed = price_on_cpu(program, module, target.cpu, mesh.size, on_links)
     return Priced(program, costs, assumed)
 
 

@@ -39,12 +39,12 @@ def points_table(points: Sequence[Point], base: Point | None = None) -> Table:
         table.add_column(name, justify="right")
     if trained:
         table.add_column("loss", justify="right")
-    table.add_column("why not")
+    table.add_column("remark")
     for point in points:
         cells = _cells(point, base)
         if trained:
             cells.append("" if point.loss is None else f"{point.loss:.4f}")
-        table.add_row(point.name, *cells, point.why_not)
+        table.add_row(point.name, *cells, point.remark)
     return table
 
 

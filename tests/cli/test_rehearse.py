@@ -55,6 +55,13 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
             "'unplanned-collective'?)",
         ),
         (
+            "tiny --target v5e-8 --fail-on step+3%",
+            "--fail-on step+3% needs --against FILE.json, the rehearsal to hold it against",
+        ),
+        ("tiny --target v5e-8 --fail-on stepp>3s", "--fail-on stepp>3s: no figure 'stepp' (did"),
+        ("tiny --target v5e-8 --compiler numpy==2", "--compiler numpy==2: write jax==VERSION or"),
+        ("tiny --target h100x8 --against libtpu==1", "libtpu==1 has no effect on a GPU target"),
+        (
             "tiny --target v5e-8 --json no/report.json",
             "cannot write no/report.json: there is no folder no",
         ),
@@ -211,6 +218,21 @@ def test_a_config_is_compared_with_another_and_with_a_file(asked, tmp_path, caps
     assert [config.model.layers for _, config in asked] == [3, 5, 2, 5]
 
 
+def test_growth_since_another_report_fails_a_run(asked, tmp_path, capsys):
+    kept = tmp_path / "report.json"
+    assert run("--model.layers", "3", "--json", str(kept)) == 0
+    words = ("--model.layers", "300", "--against", str(kept))
+    assert run(*words, "--fail-on", "step+0%") == 0, "the made-up step takes as long"
+    capsys.readouterr()
+    assert run(*words, "--fail-on", "step+0%,memory+5%,memory>1GiB", "--json", "-") == 1
+    said = capsys.readouterr()
+    json.loads(said.out)
+    grown, large = said.err.splitlines()
+    assert grown.startswith("jaxpar: failed: memory+5%: 4.")
+    assert grown.endswith("): temporaries +297.00 MiB")
+    assert large.startswith("jaxpar: failed: memory>1GiB: 4.")
+
+
 def test_the_mesh_of_a_preset(asked):
     assert main(["rehearse", "gpt2_124m", "--target", "v5e-8", "--on", "v5e-8"]) == 0
     assert asked[0][1].mesh.fsdp == 8
@@ -223,7 +245,7 @@ def test_help_names_every_switch(capsys):
     text = capsys.readouterr().out
     assert text.startswith("usage: jaxpar rehearse CONFIG --target T")
     own = " ".join(text.partition("Settings (")[0].split())
-    for flag in "target", "on", "trace", "picture", "json", "against", "fail-on":
+    for flag in "target", "on", "trace", "picture", "json", "against", "fail-on", "compiler":
         assert f"--{flag}" in own
     assert "v5p-128x4 (four slices)" in own and "  mesh " in text
 

@@ -5,6 +5,7 @@ their parts.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,26 @@ def test_what_is_refused_and_what_changes_nothing_keep_their_reason() -> None:
     pairs = {point.name: point for point in study.pairs}
     assert "contradict" in pairs["remat + dots"].refused
     assert len(said) == len(study.points) and any("contradict" in line for line in said)
+
+
+def test_a_setting_that_compiles_to_the_same_program_is_told() -> None:
+    def compiled(config: Config) -> Figures:
+        """The compiler makes nothing of the precision of moments."""
+        made = "a" if has(config, "remat") else "b"
+        return replace(measure(config), program=made)
+
+    said = list[str]()
+    names = ("remat", "bf16-moments")
+    study = compose(load_config("gpt2_124m"), chosen(*names), compiled, say=said.append)
+    same = {point.name: point.same_as for point in study.points}
+    assert same == {
+        "base": "",
+        "remat": "",
+        "bf16-moments": "base",
+        "remat + bf16-moments": "remat",
+    }
+    assert sum("changed nothing: the program of base" in line for line in said) == 1
+    assert all(not point.same_as for point in compose(Config(), {}, measure).points)
 
 
 def test_the_best_fits_and_keeps_to_the_loss() -> None:

@@ -40,11 +40,11 @@ def test_each_point_has_a_row_and_its_reason() -> None:
     shown = cells(points_table(STUDY.points, STUDY.base))
     assert shown["settings"][:3] == ["base", "a", "b"] and shown["speed"][1] == "1.200"
     assert shown["loss"][1] == "2.1000" and shown["memory"][1] == "3.00 GiB"
-    assert shown["why not"][3:5] == [
+    assert shown["remark"][3:5] == [
         "c changes nothing: it is so already",
         "does not fit the memory of a device",
     ]
-    assert shown["why not"][-1] == "b and c contradict each other"
+    assert shown["remark"][-1] == "b and c contradict each other"
 
 
 def test_a_pair_stands_beside_its_parts() -> None:

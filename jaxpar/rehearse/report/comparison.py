@@ -1,29 +1,26 @@
 """Two rehearsals compared: what changed in the step, in a device's memory, and where.
 
-    print_comparison(compare(before, after))
-
 A place is matched by its scope, phase and line. Where an edit has moved the lines of a file, the
-lines of one scope are matched in their order, as long as there are as many as before.
+lines of one scope are matched in their order, as long as there are as many as before. Collectives
+are matched by their kind, mesh axes, scope and phase.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-from rich.console import RenderableType
-
-from jaxpar.base.console import bytes_text, console
 from jaxpar.base.errors import UserError, read_json, require_kinds, short
 from jaxpar.base.layout.mesh import describe
-from jaxpar.rehearse.report.report_tables import finding_lines, seconds_text, titled_table
-from jaxpar.rehearse.report.schema import SCHEMA, LintFinding, Rehearsal
+from jaxpar.rehearse.report.schema import SCHEMA, CollectiveRow, LintFinding, Rehearsal
 
-_SAME = 1e-9
+ROUNDING = 1e-9
 """The seconds, or the share of bytes, below which a difference is rounding."""
 _PLACES = ("compute", "exposed", "communication")
+_FIGURES = ("exposed", "seconds", "sent_bytes", "count")
+"""The figures of a collective that are compared."""
 
 
 class Change(TypedDict):
@@ -45,18 +42,51 @@ class PlaceChange(TypedDict):
     after: dict[str, float]
 
 
+class CollectiveChange(TypedDict):
+    """The collectives of one kind, over the same mesh axes, from one scope in one phase; 0 in a
+    rehearsal that lacks them.
+    """
+
+    kind: str
+    axes: list[str]
+    scope: str
+    phase: str
+    before: dict[str, float]
+    """The seconds `exposed` and of all (`seconds`), the bytes that a device sends (`sent_bytes`),
+    and how many there are (`count`).
+    """
+    after: dict[str, float]
+
+
+class SettingChange(TypedDict):
+    """A setting of the config, a version or an option of the compiler that differs; the texts are
+    empty where a rehearsal does not state it.
+    """
+
+    name: str
+    """The dotted key of a setting, the name of a package or that of an option."""
+    before: str
+    after: str
+
+
 class Comparison(TypedDict):
     """The changes from one rehearsal to another."""
 
     before: str
     """The name of what was rehearsed: `llama3_8b on v5p-64, fsdp=16 x tensor=4`."""
     after: str
+    settings: list[SettingChange]
+    """What was asked for otherwise: settings, packages, options of the compiler."""
+    same_program: bool
+    """Whether both compiled to the same program."""
     time: list[Change]
     """The step's time, and what it is made of."""
     memory: list[Change]
     """The device's memory, and its parts."""
     places: list[PlaceChange]
     """The places whose time differs, the largest change first."""
+    collectives: list[CollectiveChange]
+    """The collectives that differ, the largest change of exposed time first."""
     found: list[LintFinding]
     """The linter's findings that are new."""
     gone: list[LintFinding]
@@ -84,9 +114,12 @@ def compare(before: Rehearsal | str | Path, after: Rehearsal | str | Path) -> Co
     return {
         "before": _title(old),
         "after": _title(new),
+        "settings": _setting_changes(old, new),
+        "same_program": bool(old.get("program")) and old.get("program") == new.get("program"),
         "time": _changes(_times(old), _times(new)),
         "memory": _changes(_memory(old), _memory(new)),
         "places": _place_changes(old, new),
+        "collectives": _collective_changes(old, new),
         "found": [row for row in new["findings"] if _identity(row) not in old_findings],
         "gone": [row for row in old["findings"] if _identity(row) not in new_findings],
     }
@@ -101,7 +134,15 @@ def read_report(file: str | Path) -> Rehearsal:
     path = Path(file)
     found: Any = read_json(
         path,
-        {"schema": int, "config": str, "mesh": dict[str, int]},
+        {
+            "schema": int,
+            "config": str,
+            "mesh": dict[str, int],
+            "program": str,
+            "settings": dict[str, str],
+            "versions": dict[str, str],
+            "compiler_options": dict[str, bool | int | float | str],
+        },
     )
     if found.get("schema") != SCHEMA:
         raise UserError(
@@ -119,6 +160,8 @@ def read_report(file: str | Path) -> Rehearsal:
     }
     rows = {
         "lines": {"scope": str, "source": str, "phase": str} | dict.fromkeys(_PLACES, float),
+        "collectives": {"kind": str, "axes": list[str], "scope": str, "phase": str}
+        | dict.fromkeys(_FIGURES, float),
         "findings": {"rule": str, "scope": str, "message": str, "source": str, "severity": str},
     }
     for key, kinds in parts.items():
@@ -130,43 +173,6 @@ def read_report(file: str | Path) -> Rehearsal:
         for number, row in enumerate(listed):
             _require_all(row, kinds, f"{file}: {key}[{number}]")
     return found
-
-
-def comparison_parts(found: Comparison, most: int = 12) -> list[RenderableType]:
-    """Make the parts of a comparison in the order in which a terminal prints them.
-
-    Args:
-      most: the number of rows that a long table shows.
-    """
-    rows = [
-        [
-            *_change_cells(row["before"]["compute"], row["after"]["compute"], seconds_text),
-            *_change_cells(row["before"]["exposed"], row["after"]["exposed"], seconds_text),
-            row["source"],
-            row["scope"],
-            row["phase"],
-        ]
-        for row in found["places"]
-    ]
-    columns = ["compute", "was", "exposed", "was", "line", "scope", "phase"]
-    parts: list[RenderableType] = [
-        "",
-        f"before       {found['before']}",
-        f"after        {found['after']}",
-        *_figures_table("the step", found["time"], seconds_text),
-        *_figures_table("memory of a device", found["memory"], bytes_text),
-        *titled_table("where the time differs, the most first", columns, rows, 4, most),
-    ]
-    for title, findings in (("found anew", found["found"]), ("found no longer", found["gone"])):
-        if findings:
-            parts += ["", title, *finding_lines(findings)]
-    return parts
-
-
-def print_comparison(found: Comparison) -> None:
-    """Print the result of `compare` on the terminal."""
-    for part in comparison_parts(found):
-        console().print(part)
 
 
 # What is compared.
@@ -240,7 +246,7 @@ def _changes(
     for name in dict.fromkeys([*before, *after]):
         old = before.get(name, 0.0)
         new = after.get(name, 0.0)
-        if max(old, new) > _SAME:
+        if max(old, new) > ROUNDING:
             changes.append({"name": name, "before": old, "after": new})
     return changes
 
@@ -269,7 +275,7 @@ def _place_changes(old: Rehearsal, new: Rehearsal) -> list[PlaceChange]:
             before.get(where, {}),
             after.get(where, {}),
         ):
-            if any(abs(now[name] - was[name]) > _SAME for name in _PLACES):
+            if any(abs(now[name] - was[name]) > ROUNDING for name in _PLACES):
                 changes.append(
                     {
                         "scope": scope,
@@ -317,36 +323,77 @@ def _size(row: PlaceChange) -> float:
     return sum(abs(row["after"][name] - row["before"][name]) for name in ("compute", "exposed"))
 
 
-# As tables.
+def lost_time(figures: Mapping[str, float]) -> float:
+    """Add up the seconds of a place that the step waits for: what it computes, and its collectives
+    as far as nothing hides them.
+    """
+    return figures["compute"] + figures["exposed"]
 
 
-def _figures_table(
-    title: str, changes: list[Change], text: Callable[[float], str]
-) -> list[RenderableType]:
-    rows = []
-    for row in changes:
-        old = row["before"]
-        new = row["after"]
-        if old:
-            share = f"{100 * (new / old - 1):+.1f} %"
-        else:
-            share = "new"
-        changed = abs(new - old) > _SAME
-        rows.append(
-            [
-                text(old),
-                text(new),
-                share if changed else "=",
-                row["name"],
-            ]
+def _collective_changes(old: Rehearsal, new: Rehearsal) -> list[CollectiveChange]:
+    """List the collectives that differ, the largest change of exposed time first."""
+    before = _by_identity(old["collectives"])
+    after = _by_identity(new["collectives"])
+    nothing: dict[str, float] = dict.fromkeys(_FIGURES, 0.0)
+    changes: list[CollectiveChange] = []
+    for identity in dict.fromkeys([*after, *before]):
+        was = before.get(identity, nothing)
+        now = after.get(identity, nothing)
+        if all(abs(now[name] - was[name]) <= ROUNDING for name in _FIGURES):
+            continue
+        kind, axes, scope, phase = identity
+        changes.append(
+            {
+                "kind": kind,
+                "axes": list(axes),
+                "scope": scope,
+                "phase": phase,
+                "before": was,
+                "after": now,
+            }
         )
-    return titled_table(title, ["before", "after", "change", ""], rows, 3, len(rows))
+    return sorted(changes, key=_collective_size, reverse=True)
 
 
-def _change_cells(
-    old: float,
-    new: float,
-    text: Callable[[float], str],
-) -> tuple[str, str]:
-    """Write a figure, and what it was if that differs."""
-    return text(new) if new else "", text(old) if abs(new - old) > _SAME else "="
+_Identity = tuple[str, tuple[str, ...], str, str]
+"""The kind, mesh axes, scope and phase of some collectives."""
+
+
+def _by_identity(rows: Iterable[CollectiveRow]) -> dict[_Identity, dict[str, float]]:
+    """Add up the figures of collectives by what they are matched by."""
+    found: dict[_Identity, dict[str, float]] = {}
+    for row in rows:
+        identity = (row["kind"], tuple(row["axes"]), row["scope"], row["phase"])
+        figures = found.setdefault(identity, dict.fromkeys(_FIGURES, 0.0))
+        for name in _FIGURES:
+            figures[name] += row[name]
+    return found
+
+
+def _collective_size(row: CollectiveChange) -> tuple[float, float]:
+    """Return by how much the exposed and the busy time of some collectives has changed."""
+    return (
+        abs(row["after"]["exposed"] - row["before"]["exposed"]),
+        abs(row["after"]["seconds"] - row["before"]["seconds"]),
+    )
+
+
+# What was asked for.
+
+
+def _setting_changes(old: Rehearsal, new: Rehearsal) -> list[SettingChange]:
+    """List what differs of settings, packages and options; a kind of these that one of the
+    rehearsals does not have is left out.
+    """
+    changes: list[SettingChange] = []
+    for key in ("settings", "versions", "compiler_options"):
+        if key not in old or key not in new:
+            continue
+        before = {name: str(value) for name, value in old[key].items()}
+        after = {name: str(value) for name, value in new[key].items()}
+        for name in dict.fromkeys([*before, *after]):
+            was = before.get(name, "")
+            now = after.get(name, "")
+            if was != now:
+                changes.append({"name": name, "before": was, "after": now})
+    return changes

@@ -145,10 +145,11 @@ def find_all(step: LintedStep) -> list[LintFinding]:
 
 
 def parse_rules(text: str) -> list[str]:
-    """Read `--fail-on`, before anything is compiled: the names of rules of the linter, in order.
+    """Read the rules of the linter in `--fail-on`, before anything is compiled: their names, in
+    order.
 
     Args:
-      text: the value of the flag, `does-not-fit,large-copy`.
+      text: the value of the flag without conditions on figures, `does-not-fit,large-copy`.
 
     Raises:
       UserError: a name is unknown.
@@ -159,7 +160,8 @@ def parse_rules(text: str) -> list[str]:
         if name not in known:
             guess = suggest(name, known)
             raise UserError(
-                f"--fail-on {name}: unknown condition{guess}: it may be {', '.join(known)}"
+                f"--fail-on {name}: unknown condition{guess}: it may be {', '.join(known)}, or a "
+                "figure that has grown, as step+3% and memory>14GiB"
             )
     return names
 

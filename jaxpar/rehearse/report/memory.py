@@ -60,6 +60,8 @@ BASIS = {
     "lets JAX take (by itself JAX takes 75 %: XLA_CLIENT_MEM_FRACTION); what the runtime, NCCL "
     "and the "
     "libraries keep for themselves is not in it",
+    "cpu": "arguments, temporaries and code, by the compiler, of this machine's memory, of which "
+    "each simulated device has an equal share",
 }
 """The basis of a device's bytes, by platform."""
 _FRAGMENTED = 1.05

@@ -245,7 +245,15 @@ class Rehearsal(TypedDict):
     mesh: dict[str, int]
     model: NotRequired[ModelFacts]
     batch: NotRequired[Batch]
+    settings: NotRequired[dict[str, str]]
+    """Every setting of the config as it was settled, by its dotted key, as TOML writes its value;
+    there for a config's step only.
+    """
     compile_seconds: float
+    program: NotRequired[str]
+    """The digest of the compiled program without names and metadata: equal digests, equal
+    programs.
+    """
     compiler_options: NotRequired[dict[str, bool | int | float | str]]
     """The options that XLA was given, the library's and the user's."""
     kernels: NotRequired[list[KernelRow]]

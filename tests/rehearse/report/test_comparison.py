@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxpar import rehearse
 from jaxpar.base.errors import UserError
-from jaxpar.rehearse.report.comparison import comparison_parts
+from jaxpar.rehearse.report.comparison_tables import comparison_parts
 from jaxpar.rehearse.report.schema import Rehearsal
 
 
@@ -88,13 +88,79 @@ def test_the_table(before: Rehearsal, after: Rehearsal) -> None:
     for part in comparison_parts(rehearse.compare(before, after)):
         out.print(part)
     lines = [" ".join(line.split()) for line in out.file.getvalue().splitlines()]  # pyright: ignore[reportAttributeAccessIssue]
-    (step,) = [line for line in lines if line.endswith("% step")]
-    assert "+" in step
+    (step,) = [line for line in lines if line.endswith("s step")]
+    assert step.endswith("+2.00 ms step") and "%" in step
     (exposed,) = [line for line in lines if line.endswith(" exposed communication")]
     assert exposed.endswith("= exposed communication")
     (place,) = [line for line in lines if "block/mlp/up" in line]
     assert place.endswith("models/llama.py:97 block/mlp/up " + place.split()[-1])
     assert "found no longer" in lines and "found anew" not in lines
+
+
+def printed(before: Rehearsal, after: Rehearsal) -> list[str]:
+    """The lines of the tables, with one space between cells."""
+    out = Console(file=io.StringIO(), width=240)
+    for part in comparison_parts(rehearse.compare(before, after)):
+        out.print(part)
+    return [" ".join(line.split()) for line in out.file.getvalue().splitlines()]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_part_that_has_changed_most_stands_below_the_whole(
+    before: Rehearsal, after: Rehearsal
+) -> None:
+    lines = printed(before, after)
+    title = lines.index("memory of a device")
+    assert [line.split()[-1] for line in lines[title + 2 : title + 4]] == ["all", "temporaries"]
+
+
+def test_lines_that_came_and_went_are_told(before: Rehearsal) -> None:
+    changed = copy.deepcopy(before)
+    changed["lines"][0]["source"] = "models/new.py:5"
+    gone = before["lines"][0]["source"]
+    lines = printed(before, changed)
+    assert any(" new models/new.py:5 " in line for line in lines)
+    assert any(f" gone {gone} " in line for line in lines)
+
+
+def test_collectives_are_matched_by_what_they_do(before: Rehearsal) -> None:
+    changed = copy.deepcopy(before)
+    first = changed["collectives"][0]
+    first["exposed"] += 3e-3
+    first["seconds"] += 3e-3
+    first["source"] = "models/llama.py:999"  # where it stands does not matter
+    (row,) = rehearse.compare(before, changed)["collectives"]
+    assert (row["kind"], row["axes"]) == (first["kind"], first["axes"])
+    assert row["after"]["exposed"] - row["before"]["exposed"] == pytest.approx(3e-3)
+    assert row["after"]["count"] == row["before"]["count"] > 0
+    changed["collectives"] = before["collectives"][1:]
+    gone = rehearse.compare(before, changed)["collectives"][0]
+    assert gone["kind"] == first["kind"] and sum(gone["after"].values()) < sum(
+        gone["before"].values()
+    )
+    assert "collectives that differ, the most first" in printed(before, changed)
+
+
+def test_a_setting_that_changed_nothing_is_named(before: Rehearsal) -> None:
+    settings = {"memory.policy": '"dots"', "train.batch": "16"}
+    old: Rehearsal = {**before, "program": "a1", "settings": settings}
+    new: Rehearsal = {**old, "settings": {**settings, "memory.policy": '"full"'}}
+    found = rehearse.compare(old, new)
+    assert found["same_program"]
+    assert found["settings"] == [
+        {"name": "memory.policy", "before": '"dots"', "after": '"full"'},
+    ]
+    said = printed(old, new)
+    assert "program memory.policy changed nothing: both compile to the same program" in said
+    new["program"] = "b2"
+    assert not rehearse.compare(old, new)["same_program"]
+    assert not any(line.startswith("program ") for line in printed(old, new))
+    assert not rehearse.compare(before, before)["same_program"], "an older file states no program"
+
+
+def test_other_versions_are_told(before: Rehearsal) -> None:
+    newer = copy.deepcopy(before)
+    newer["versions"]["libtpu"] = "0.0.50"
+    assert any(line == "differs libtpu 0.0.42 -> 0.0.50" for line in printed(before, newer))
 
 
 def test_files_are_read(before: Rehearsal, tmp_path: Path) -> None:
