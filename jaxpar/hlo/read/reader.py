@@ -34,6 +34,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 
 from jaxpar.base.errors import UserError, short
+from jaxpar.base.kernel_work import KernelCost
 from jaxpar.hlo.origin import PackageDirs, default_dirs, inherit, origin_of
 from jaxpar.hlo.program import opcodes
 from jaxpar.hlo.program.aliases import pairs
@@ -50,7 +51,6 @@ from jaxpar.hlo.read.values import (
     part_of_state,
 )
 from jaxpar.hlo.work.collectives import Devices, devices_of, paired_send
-from jaxpar.base.kernel_work import KernelCost
 from jaxpar.hlo.work.trips import Scalar, initial_state, invariant, trip_count
 
 _PAIRED = ("recv", "recv-done", "send-done")
