@@ -5,6 +5,7 @@ Its rooms, in the order in which they are read. Of a plan: `shards` draws arrays
 one layer, `ring` a split sequence, `masks` what attention sees, `schedule` a pipeline and
 `memory_bars` what fills a memory; `tables` has the same in words, `figures` writes pictures to
 files, and `show` is the command that puts them together. Of a rehearsal: `timeline`,
-`memory_timeline`, `task_graph`, and `compositions` for many of them. Of a run: `losses`, `watch`,
-`profile` and `goodput`, and of several `compare`.
+`memory_timeline`, `task_graph`, and `compositions` for many of them; of estimates beside measured
+plans `measured_plans`. Of a run: `losses`, `watch`, `profile` and `goodput`, and of several
+`compare`.
 """

@@ -221,7 +221,7 @@ def _key_sends(shapes: StepShapes, candidate: Candidate, split: Split, local: Lo
     if shapes.strategy == "ulysses":
         one = local.attention * shapes.head_dim * shapes.dtype_bytes
         there = one * (2 * heads + 2 * kv_heads)
-        back = one * (3 * heads + 4 * kv_heads) + 8 * local.attention * heads
+        back = one * (3 * heads + 4 * kv_heads) + 4 * local.attention * heads
         return [
             Send("keys", "forward", "all-to-all", axes, there),
             Send("keys", "backward", "all-to-all", axes, there * again + back),
