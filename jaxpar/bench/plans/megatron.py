@@ -1,9 +1,9 @@
-"""How Megatron-DeepSpeed of 2022 trains, for the closed forms: what it sends and computes where this
-library does otherwise.
+"""How Megatron-DeepSpeed of 2022 trains, for the closed forms: what it sends and computes where
+this library does otherwise.
 
 It runs eagerly, with attention in matmuls and elementwise kernels, computes each layer whole again,
-waits for every collective, and sums gradients once a step. Its activations are whole on every device
-of a tensor-parallel group (Shoeybi et al. 2019, arXiv:1909.08053; Narayanan et al. 2021,
+waits for every collective, and sums gradients once a step. Its activations are whole on every
+device of a tensor-parallel group (Shoeybi et al. 2019, arXiv:1909.08053; Narayanan et al. 2021,
 arXiv:2104.04473).
 """
 
