@@ -121,4 +121,5 @@ def test_a_wheel_holds_the_presets_and_no_other_top_level_package(tmp_path):
         for file in (ROOT / folder).rglob("*.toml")
     }
     data |= {f"{file.relative_to(ROOT)}" for file in (ROOT / "jaxpar/launch/templates").iterdir()}
+    data |= {"jaxpar/bench/plans/measured.csv"}
     assert {"jaxpar/py.typed", "jaxpar/models/transformer.py", *data} <= set(names)

@@ -1,5 +1,5 @@
-"""The commands that measure the training step and generation beside PyTorch, and rehearse the
-presets.
+"""The commands that measure the training step and generation beside PyTorch, rehearse the presets,
+and rank measured plans.
 """
 
 from __future__ import annotations
@@ -65,12 +65,31 @@ class BenchPresetsArgs:
     """A table that another version has written."""
 
 
+@dataclass(frozen=True)
+class BenchPlansArgs:
+    """Rank measured plans by the closed forms of a step's time: published iteration times of many
+    plans of one model on one cluster. Within each group the rank correlation, and what the plan
+    that is ranked first costs more than the fastest. docs/plan_board.md has the result.
+    """
+
+    rows: str = ""
+    """A CSV file of measured plans in place of the published ones: docs/plan_board.md has its
+    columns.
+    """
+    json: str = ""
+    """Write every plan with its estimate: FILE.json."""
+    picture: str = ""
+    """Draw predicted against measured times: FILE.png."""
+
+
 def bench_command(words: list[str]) -> int:
     """jaxpar bench CONFIG [--rounds N] [--calls N] [--section.key value ...]"""
     if words[:1] == ["generate"]:
         return bench_generate_command(words[1:])
     if words[:1] == ["presets"]:
         return bench_presets_command(words[1:])
+    if words[:1] == ["plans"]:
+        return bench_plans_command(words[1:])
     from jaxpar.bench.measure import bench_step, table
     from jaxpar.train.experiments import make_experiment
     from jaxpar.train.state_memory import require_memory
@@ -118,3 +137,31 @@ def bench_presets_command(words: list[str]) -> int:
             say(f"{title}: {', '.join(f'{name} {it}' for name, it in of['versions'].items())}")
     say(table(preset_rows(found, before)), soft_wrap=True)
     return 1 if any(row["refused"] for row in found["rows"]) else 0
+
+
+def bench_plans_command(words: list[str]) -> int:
+    """jaxpar bench plans [--rows FILE.csv] [--json FILE.json] [--picture FILE.png]"""
+    from jaxpar.bench.measure import table
+    from jaxpar.bench.plans.ranking import as_json, rank_plans, summary_rows, worst_rows
+    from jaxpar.bench.plans.rows import measured_plans
+
+    args = parse_words(bench_plans_command.__doc__, BenchPlansArgs(), words)
+    say = console().print
+    check_folders(args.json, args.picture)
+    rows = measured_plans(Path(args.rows) if args.rows else None)
+    groups = rank_plans(rows, say=say)
+    if not groups:
+        say("no group has two plans: there is nothing to rank")
+        return 0
+    say(table(summary_rows(groups)), soft_wrap=True)
+    say(table(worst_rows(groups)), soft_wrap=True)
+    if args.json:
+        write_whole(Path(args.json), json.dumps(as_json(groups), indent=1) + "\n")
+        say(f"wrote {args.json}")
+    if args.picture:
+        from jaxpar.show.figures import save_figure
+        from jaxpar.show.measured_plans import measured_plans_figure
+
+        save_figure(measured_plans_figure(as_json(groups)), Path(args.picture))
+        say(f"wrote {args.picture}")
+    return 0

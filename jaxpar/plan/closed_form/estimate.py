@@ -113,7 +113,8 @@ class _System:
         self.target = target
         self.trainer = trainer
         self.shapes = shapes
-        self.rates: Rates = rates_of(target, shapes.compute, shapes.head_dim, shapes.keys)
+        rates = rates_of(target, shapes.compute, shapes.head_dim, shapes.keys)
+        self.rates: Rates = rates._replace(tile=trainer.tile or rates.tile)
 
 
 @lru_cache(maxsize=64)
@@ -213,8 +214,12 @@ def _block(on: _System, candidate: Candidate) -> _Block:
         weights.backward,
     )
     busy = forward.total + backward.total
-    launched = on.rates.launch * passes.kernels
-    launched += _waiting(trainer.dispatch * passes.kernels, busy)
+    if trainer.gaps is None:
+        launched = on.rates.launch * passes.kernels
+    else:
+        launched = trainer.gaps(candidate)
+    if trainer.dispatch is not None:
+        launched += max(trainer.dispatch(candidate) - busy - launched, 0.0)
     share = forward.total / busy if busy else 0.5
     return _Block(
         forward,
@@ -225,17 +230,8 @@ def _block(on: _System, candidate: Candidate) -> _Block:
     )
 
 
-def _waiting(dispatched: float, busy: float) -> float:
-    """Return the seconds that a device waits for a host that launches kernels one by one, beside
-    those that it is busy: where one is much slower than the other, it alone decides, and where both
-    are as fast, they wait for each other in turns.
-    """
-    if not dispatched:
-        return 0.0
-    return (dispatched**_SHARPNESS + busy**_SHARPNESS) ** (1 / _SHARPNESS) - busy
-
-
-_SHARPNESS = 3.0
+TABLE_KERNELS = 20
+"""The kernels of the lookup and the loss of a microbatch."""
 
 
 class _Tables(NamedTuple):
@@ -254,13 +250,15 @@ def _tables(on: _System, candidate: Candidate) -> _Tables:
     trainer = on.trainer
     loss = loss_work(shapes, candidate)
     compute = loss.times * loss.matmul.seconds(on.rates, shapes.dtype_bytes)
-    compute += loss.moved / on.rates.memory
+    if trainer.loss_slower is not None:
+        compute *= trainer.loss_slower(candidate)
+    compute += trainer.loss_passes * loss.moved / on.rates.memory
     if trainer.last_stage_scores:
         compute *= candidate.size("stage")
     sends = (*trainer.lookup(shapes, candidate), *trainer.loss(shapes, candidate))
     stages = trainer.stage(shapes, candidate)
-    launched = on.rates.launch * trainer.table_kernels
-    launched += _waiting(trainer.dispatch * trainer.table_kernels, compute)
+    launched = 0.0 if trainer.gaps else on.rates.launch * TABLE_KERNELS
+    launched += max(trainer.table_dispatch - compute, 0.0)
     return _Tables(
         compute,
         _waited(sends, ("forward", "backward"), on, candidate)

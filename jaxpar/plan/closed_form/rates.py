@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxpar.base.hardware import Hardware
 from jaxpar.rehearse.targets import Target
 
-_TPU_SHARE = 0.93
+_TPU_SHARE = 0.86
 """The share of a TPU's peak at which its compiler's cycles have large matmuls."""
 _TPU_ATTENTION = (0.75, 0.70)
 """The shares of the peak that a TPU's attention kernels reach where heads fill the matrix unit,

@@ -76,11 +76,14 @@ def block_sends(shapes: StepShapes, candidate: Candidate) -> tuple[Send, ...]:
     """
     split = split_of(shapes, candidate.sizes, candidate.zero)
     local = local_tokens(shapes, candidate, split)
-    return (
+    found = [
         *_stream_sends(shapes, candidate, split, local),
         *_key_sends(shapes, candidate, split, local),
         *_expert_sends(shapes, candidate, split, local),
-    )
+    ]
+    if runs_stages_again(shapes, candidate):
+        found += [one._replace(during="backward") for one in found if one.during == "forward"]
+    return tuple(found)
 
 
 def weight_sends(shapes: StepShapes, candidate: Candidate) -> tuple[Send, ...]:
@@ -102,7 +105,7 @@ def _weight_sends(
     if weight.gathered_over:
         axes = weight.gathered_over
         size = weight.used * shapes.dtype_bytes
-        again = 2.0 if gathers_again(shapes, candidate) else 1.0
+        again = 2.0 if runs_stages_again(shapes, candidate) else 1.0
         found.append(Send("weights", "forward", "all-gather", axes, size))
         found.append(Send("weights", "backward", "all-gather", axes, size, again))
     if weight.parameter.sums_width and not _is_deferred(shapes, candidate):
@@ -124,9 +127,9 @@ def gradient_sends(weight: Weight, during: Pass, summed: tuple[MeshAxis, ...]) -
     return found
 
 
-def gathers_again(shapes: StepShapes, candidate: Candidate) -> bool:
-    """Whether a pipeline gathers weights once more, since it runs the forward of a whole stage again
-    before the backward of its last block.
+def runs_stages_again(shapes: StepShapes, candidate: Candidate) -> bool:
+    """Whether a pipeline runs the forward of a whole stage once more, before the backward of its
+    last block.
     """
     recomputes = candidate.policy != "none" or bool(candidate.keep)
     return shapes.stash_of_stage and candidate.size("stage") > 1 and recomputes

@@ -1,5 +1,5 @@
-"""The facts of a model, its optimizer and its batch from which a step's cost follows under any plan:
-found once, by tracing one block on one device.
+"""The facts of a model, its optimizer and its batch from which a step's cost follows under any
+plan: found once, by tracing one block on one device.
 """
 
 from __future__ import annotations

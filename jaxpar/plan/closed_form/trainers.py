@@ -37,10 +37,15 @@ class Trainer:
       weights, block, lookup, loss, step, stage: what it sends in each of these.
       passes: prices a block.
       exposed: the share of each kind of collective that compute waits for; 1 where it is not there.
-      dispatch: the seconds in which the host launches a kernel, below which a block cannot take
-        less; 0 = a compiled program launches them.
-      table_kernels: the kernels of the lookup and the loss of a microbatch.
+      gaps: the seconds of a block, forward and backward, in which the device is between kernels;
+        None = the target's launch of each.
+      dispatch: the seconds in which a host launches the kernels of a block one by one, forward and
+        backward, and below which a block cannot take less; None = a compiled program launches them.
+      table_dispatch: likewise of the lookup and the loss of a microbatch.
       last_stage_scores: whether the last stage has the loss alone.
+      loss_passes: the passes over scores to each of this library's.
+      loss_slower: the seconds that the loss's matmuls take to each second of others of their size.
+      tile: the size of a matmul's dim at which it reaches half of its speed; 0 = the chip's.
     """
 
     weights: SendsOf = weight_sends
@@ -51,9 +56,13 @@ class Trainer:
     stage: SendsOf = stage_sends
     passes: Callable[[StepShapes, Candidate, Rates], Passes] = block_passes
     exposed: Exposed = field(default_factory=dict[tuple[What, CollectiveKind], float])
-    dispatch: float = 0.0
-    table_kernels: int = 20
+    gaps: Callable[[Candidate], float] | None = None
+    dispatch: Callable[[Candidate], float] | None = None
+    table_dispatch: float = 0.0
     last_stage_scores: bool = False
+    loss_passes: float = 1.0
+    loss_slower: Callable[[Candidate], float] | None = None
+    tile: float = 0.0
 
     def share(self, one: Send) -> float:
         """Return the share of a collective that compute waits for."""

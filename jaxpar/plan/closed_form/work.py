@@ -13,7 +13,13 @@ from typing import NamedTuple
 from jaxpar.parallel.cross_entropy.choose_tiling import Tiling, tiling_of
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.closed_form.rates import Rates
-from jaxpar.plan.closed_form.sends import expert_rows, kept_names, local_tokens, scored
+from jaxpar.plan.closed_form.sends import (
+    expert_rows,
+    kept_names,
+    local_tokens,
+    runs_stages_again,
+    scored,
+)
 from jaxpar.plan.closed_form.shapes import StepShapes
 from jaxpar.plan.closed_form.split import Split, Weight, split_of, weights_of
 
@@ -143,6 +149,9 @@ def block_passes(shapes: StepShapes, candidate: Candidate, rates: Rates) -> Pass
         if _is_made_again(name, made, kept):
             again += seconds
             kernels += 1
+    if runs_stages_again(shapes, candidate):
+        again += forward
+        kernels += 24
     return Passes(forward, again, backward, kernels)
 
 
@@ -307,7 +316,9 @@ def update_bytes(shapes: StepShapes, candidate: Candidate) -> float:
 
 
 def gradient_bytes_added(shapes: StepShapes, candidate: Candidate) -> float:
-    """Count the bytes that adding the gradients of one microbatch to their sums reads and writes."""
+    """Count the bytes that a device reads and writes to add a microbatch's gradients to their
+    sums.
+    """
     stages = candidate.size("stage")
     if candidate.accumulation == 1 and stages == 1:
         return 0.0

@@ -1,0 +1,153 @@
+"""Measured plans: the iteration time of a plan of a model on some A100s, a row of a CSV file each.
+
+The rows that are installed are the validation data of vTrain (VIA-Research/vTrain on GitHub, commit
+f8dda8473a48, data/ground_truth_single.csv and ground_truth_multi.csv): Megatron-DeepSpeed in fp16,
+each layer computed whole again, 1F1B.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections import defaultdict
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxpar.base.errors import UTF8, UserError, reading, short, suggest
+
+MOST = 2**40
+
+
+class MeasuredPlan(NamedTuple):
+    """A plan and the seconds of its iteration.
+
+    Attributes:
+      layers, embed, heads, head_dim, mlp, vocab, seq_len: the model and its sequences.
+      global_batch_seqs: the sequences of an iteration.
+      chips: the GPUs.
+      dp, tp, pp: the devices that share the batch, each layer, and the layers.
+      microbatch: the sequences of a microbatch of one data-parallel rank.
+      accumulation: the microbatches of an iteration that follow one another.
+      step_seconds: the seconds that were measured.
+    """
+
+    layers: int
+    embed: int
+    heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    seq_len: int
+    global_batch_seqs: int
+    chips: int
+    dp: int
+    tp: int
+    pp: int
+    microbatch: int
+    accumulation: int
+    step_seconds: float
+
+    @property
+    def group(self) -> str:
+        """The model, the batch and the number of GPUs, within which plans are ranked."""
+        return (
+            f"L{self.layers} h{self.embed}, {self.global_batch_seqs} sequences, {self.chips} GPUs"
+        )
+
+    @property
+    def plan(self) -> str:
+        """The plan in a few words."""
+        return f"dp={self.dp} tp={self.tp} pp={self.pp} microbatch={self.microbatch}"
+
+
+def measured_plans(file: Path | None = None) -> list[MeasuredPlan]:
+    """Read measured plans.
+
+    Args:
+      file: a CSV file with a column for each attribute of `MeasuredPlan`; None = those that are
+        installed with the package.
+
+    Raises:
+      UserError: the file cannot be read, a column is missing, or a row is no plan; the message
+        names the line.
+    """
+    if file is None:
+        text = files("jaxpar.bench.plans").joinpath("measured.csv").read_text(UTF8)
+        return parse_plans(text, "the measured plans")
+    with reading(file):
+        text = file.read_text(encoding=UTF8)
+    return parse_plans(text, str(file))
+
+
+def parse_plans(text: str, origin: str) -> list[MeasuredPlan]:
+    """Read measured plans from the text of a CSV file.
+
+    Args:
+      origin: the name of the file in messages.
+
+    Raises:
+      UserError: `measured_plans` refuses it.
+    """
+    try:
+        table = list(csv.DictReader(io.StringIO(text), strict=True))
+    except csv.Error as error:
+        raise UserError(f"{origin} is no CSV file: {error}") from error
+    if not table:
+        raise UserError(f"{origin} has no rows: a header line and a line for each measured plan")
+    for column in MeasuredPlan._fields:
+        if column not in table[0]:
+            near = suggest(column, [name for name in table[0] if name])
+            raise UserError(
+                f"{origin} has no column {column}{near}: it needs {', '.join(MeasuredPlan._fields)}"
+            )
+    return [_plan(row, f"{origin}, line {line}") for line, row in enumerate(table, 2)]
+
+
+def _plan(row: dict[str, str | None], place: str) -> MeasuredPlan:
+    numbers = [_number(row[column], column, place) for column in MeasuredPlan._fields]
+    whole = [int(number) for number in numbers[:-1]]
+    plan = MeasuredPlan(*whole, numbers[-1])
+    _require_plan(plan, place)
+    return plan
+
+
+def _number(text: str | None, column: str, place: str) -> float:
+    try:
+        number = float(text or "")
+    except ValueError:
+        number = math.nan
+    whole = number == math.floor(number) if math.isfinite(number) else False
+    if not 0 < number < MOST or not (whole or column == "step_seconds"):
+        wanted = "seconds" if column == "step_seconds" else "a whole number"
+        raise UserError(f"{place}: {column} is {short(text)}: it is {wanted} above 0")
+    return number
+
+
+def _require_plan(plan: MeasuredPlan, place: str) -> None:
+    """Refuse a plan whose parts do not multiply to its devices and its batch."""
+    devices = plan.dp * plan.tp * plan.pp
+    if devices != plan.chips:
+        raise UserError(
+            f"{place}: dp x tp x pp is {devices}, and chips is {plan.chips}: they are the same"
+        )
+    sequences = plan.dp * plan.microbatch * plan.accumulation
+    if sequences != plan.global_batch_seqs:
+        raise UserError(
+            f"{place}: dp x microbatch x accumulation is {sequences}, and global_batch_seqs is "
+            f"{plan.global_batch_seqs}: they are the same"
+        )
+    if plan.heads % plan.tp or plan.layers < plan.pp:
+        raise UserError(
+            f"{place}: {plan.heads} heads and {plan.layers} layers do not go over tp={plan.tp} "
+            f"and pp={plan.pp}: tp divides the heads, and each stage has a layer"
+        )
+
+
+def by_group(rows: list[MeasuredPlan]) -> dict[str, list[MeasuredPlan]]:
+    """Sort measured plans by their groups, in the order of the file."""
+    found: defaultdict[str, list[MeasuredPlan]] = defaultdict(list)
+    for row in rows:
+        found[row.group].append(row)
+    return dict(found)
