@@ -29,8 +29,12 @@ from jaxpar.rehearse.report.report_tables import seconds_text
 
 MOST_CONTENDERS = 48
 """The number of plans that are refined and looked at in each round."""
-_FARTHER = 3
-"""The differences by which the second plan of the first round is unlike the first."""
+_OTHER_KIND = 2.0
+"""The differences from which a plan is of another kind than one that was rehearsed."""
+_UNSURE = 1.03
+"""The multiple of the fastest rehearsed time up to which a plan of another kind is rehearsed too:
+what the closed forms say of two kinds is no surer.
+"""
 _REFUSED_BY = 0.02
 """The share of the budget by which a plan that the compiler refused is taken to be too large."""
 _NEAR = 1.05
@@ -119,24 +123,29 @@ def rehearse_finalists(
 
 
 def _next(best: Sequence[Priced], correction: Correction, count: int) -> list[Priced]:
-    """Choose the plans to rehearse next: those that should be faster than what was rehearsed.
-
-    In the first round a second plan is one of another kind, which says more about the others.
+    """Choose the plans to rehearse next: those that should be faster than what was rehearsed, and
+    those of another kind that may be. Those of one round are of different kinds.
     """
-    known = [one for one in correction.rehearsed if one.figures is not None and one.fits]
-    limit = min((correction.seconds(one.plan) for one in known), default=float("inf"))
-    new = [
-        one
-        for one in best
-        if correction.of(one.candidate) is None and correction.seconds(one) < limit
-    ]
-    chosen = new[:1]
-    for plan in new[1:]:
+    known = [one.plan for one in correction.rehearsed]
+    fits = [one.plan for one in correction.rehearsed if one.fits]
+    limit = min((correction.seconds(one) for one in fits), default=float("inf"))
+    chosen = list[Priced]()
+    for plan in best:
         if len(chosen) == count:
             break
-        if all(unlike(plan.candidate, one.candidate) >= _FARTHER for one in chosen):
+        if correction.of(plan.candidate) is not None:
+            continue
+        seconds = correction.seconds(plan)
+        faster = seconds < limit and _is_other(plan, chosen)
+        may_be = seconds < _UNSURE * limit and _is_other(plan, [*known, *chosen])
+        if faster or may_be:
             chosen.append(plan)
     return chosen
+
+
+def _is_other(plan: Priced, others: Sequence[Priced]) -> bool:
+    """Return whether a plan is of another kind than all others."""
+    return all(unlike(plan.candidate, one.candidate) >= _OTHER_KIND for one in others)
 
 
 def _rehearsed(plan: Priced, outcome: Outcome, budget: float) -> Rehearsed:

@@ -23,34 +23,35 @@ GIB = 2**30
 EIGHT_B = load_config("llama3_8b")
 
 
-def find(config: Config = EIGHT_B, target: str = "v5p-16", **options: Any) -> Answer:
+def find(config: Config = EIGHT_B, target: str = "v5p-8", **options: Any) -> Answer:
     """Search by the made-up closed forms alone, unless rehearsals are asked for."""
-    options = {"rehearsals": 0, "verify": False, "price_of": made_up} | options
+    usual = {"rehearsals": 0, "verify": False, "price_of": made_up, "workers": 1}
+    options = usual | options
     return search(config, target, **options)
 
 
 def rehearsed(**options: Any) -> tuple[Answer, list[Candidate]]:
     """Search with rehearsals that differ from the closed forms; also what was rehearsed."""
-    config = override(EIGHT_B, {"train.batch": 64})
+    config = override(EIGHT_B, {"train.batch": 16})
     seen = list[Candidate]()
-    request = Request(config, load_target("v5p-16"), 95 * GIB)
+    request = Request(config, load_target("v5p-8"), 95 * GIB)
     measure = rehearsals(lambda: request, seen=seen, **options)
     return find(config, rehearsals=6, measure=measure), seen
 
 
 def test_the_config_that_is_found_is_whole_and_fits_the_target() -> None:
-    answer = find(sequences=64)
+    answer = find(sequences=16)
     assert answer.config is not None and answer.best is not None
     check(answer.config)
     check_mesh(answer.config.mesh, answer.request.target)
     assert candidate_of(answer.config) == answer.best.candidate
-    assert answer.config.train.batch == 64
+    assert answer.config.train.batch == 16
     assert answer.config.model == EIGHT_B.model
 
 
 def test_nothing_is_offloaded_recomputed_or_piped_where_the_run_fits_without() -> None:
     """The made-up prices make each of them slower, as the closed forms do."""
-    answer = find(sequences=64)
+    answer = find(sequences=16)
     assert answer.best is not None
     uses = {name for name, does in USES.items() if does(answer.best.candidate)}
     assert not uses & {"offload", "recompute", "pipeline"}
@@ -58,13 +59,13 @@ def test_nothing_is_offloaded_recomputed_or_piped_where_the_run_fits_without() -
 
 
 def test_less_memory_is_met_by_recomputation_before_offload() -> None:
-    roomy = find(sequences=64, fixed={"fsdp": 16})
-    tight = find(sequences=64, fixed={"fsdp": 16}, budget=12 * GIB)
+    roomy = find(sequences=16, fixed={"fsdp": 8})
+    tight = find(sequences=16, fixed={"fsdp": 8}, budget=18 * GIB)
     assert roomy.best is not None and tight.best is not None
     assert roomy.best.candidate.policy == "none"
     assert tight.best.candidate.policy != "none"
     assert tight.best.candidate.optimizer == "device"
-    assert tight.best.bytes <= 12 * GIB
+    assert tight.best.bytes <= 18 * GIB
 
 
 def test_where_nothing_fits_the_answer_says_by_how_much_and_what_would_help() -> None:
@@ -77,11 +78,11 @@ def test_where_nothing_fits_the_answer_says_by_how_much_and_what_would_help() ->
 
 
 def test_a_batch_of_too_few_sequences_is_data_too() -> None:
-    answer = find(sequences=6, fixed={"fsdp": 16})
+    answer = find(sequences=6, fixed={"fsdp": 8})
     assert answer.best is None
     batch = answer.refused["batch"].nearest
-    assert (batch.by_how_much, batch.unit) == (10, "sequences")
-    assert "16 data ranks" in batch.what
+    assert (batch.by_how_much, batch.unit) == (2, "sequences")
+    assert "8 data ranks" in batch.what
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_a_batch_of_too_few_sequences_is_data_too() -> None:
     ],
 )
 def test_a_fixed_choice_is_kept(key: str, value: Any) -> None:
-    answer = find(sequences=128, fixed={key: value})
+    answer = find(sequences=16, fixed={key: value})
     assert answer.config is not None
     dotted = key if "." in key else f"mesh.{key}"
     section, _, name = dotted.rpartition(".")
@@ -111,14 +112,14 @@ def test_a_fixed_choice_is_kept(key: str, value: Any) -> None:
 
 @pytest.mark.parametrize("name", ["tensor", "context", "fsdp", "data", "accumulation", "recompute"])
 def test_what_is_forbidden_is_not_used(name: str) -> None:
-    answer = find(sequences=64, forbidden=[name])
+    answer = find(sequences=16, forbidden=[name])
     assert answer.best is not None
     assert not USES[name](answer.best.candidate)
 
 
 def test_slices_and_nodes_are_spanned_as_the_target_has_them() -> None:
-    for target in ("h100x32", "v5p-8x2", "h100x16"):
-        answer = find(target=target, sequences=128)
+    for target in ("v5p-4x2", "h100x16"):
+        answer = find(target=target, sequences=16)
         assert answer.config is not None
         check_mesh(answer.config.mesh, answer.request.target)
         assert answer.config.mesh.distributed
@@ -132,9 +133,9 @@ def test_tokens_are_whole_sequences() -> None:
 
 def test_experts_are_split_where_there_are_some() -> None:
     config = load_config("mixtral_8x7b")
-    answer = find(config, "v5p-32", sequences=64, fixed={"expert": 8})
+    answer = find(config, "v5p-32", sequences=32, fixed={"expert": 8})
     assert answer.best is not None and answer.best.candidate.size("expert") == 8
-    dense = find(sequences=64)
+    dense = find(sequences=16)
     assert dense.best is not None and dense.best.candidate.size("expert") == 1
 
 
@@ -150,9 +151,12 @@ def test_the_winner_is_the_fastest_that_was_rehearsed() -> None:
     assert answer.best.seconds == min(fits)
 
 
-def test_no_more_is_rehearsed_than_the_winner_needs() -> None:
-    _, seen = rehearsed()
-    assert len(seen) <= 2
+def test_no_plan_is_rehearsed_that_is_clearly_slower() -> None:
+    """With `tensor` forbidden to be fast, only plans without it are within what is unsure."""
+    answer, seen = rehearsed(slower=lambda one: 2.0 if one.size("tensor") > 1 else 1.0)
+    assert answer.best is not None
+    assert len(seen) == len(set(seen)) <= 6
+    assert sum(one.size("tensor") > 1 for one in seen) <= 2
 
 
 def test_a_plan_that_turns_out_too_large_gives_way() -> None:
@@ -166,24 +170,24 @@ def test_a_plan_that_turns_out_too_large_gives_way() -> None:
 
 
 def test_others_lost_for_a_reason_and_are_counted() -> None:
-    answer = find(sequences=64, fixed={"tensor": 1, "context": 1})
+    answer = find(sequences=16, fixed={"tensor": 1, "context": 1})
     assert answer.lost and all(group.times >= 0.99 and group.why for group in answer.lost)
     assert sum(group.count for group in answer.lost) < answer.count
     assert answer.priced < answer.count
 
 
 def test_what_would_change_the_choice_is_looked_at() -> None:
-    answer = find(sequences=64)
+    answer = find(sequences=16)
     said = {changed.what.split(",")[0] for changed in answer.changed}
     assert {"twice the batch", "half the batch", "half the memory"} <= said
 
 
 def test_the_days_and_the_cost_follow_from_the_steps() -> None:
-    answer = find(sequences=64, chip_hour=4.0)
+    answer = find(sequences=16, chip_hour=4.0)
     assert answer.best is not None
     seconds = answer.best.seconds * EIGHT_B.train.steps
     assert answer.days == pytest.approx(seconds / 86400)
-    assert answer.cost == pytest.approx(seconds / 3600 * 16 * 4.0)
+    assert answer.cost == pytest.approx(seconds / 3600 * 8 * 4.0)
 
 
 WRONG = {
@@ -239,7 +243,7 @@ def test_no_request_ends_in_a_traceback(count: int) -> None:
 
 
 def test_every_field_of_an_answer_is_written() -> None:
-    answer = find(sequences=64)
+    answer = find(sequences=16)
     written = answer.to_json()
     for field in dataclasses.fields(Answer):
         if field.name in ("points", "request", "chip_hour", "count", "priced", "ranked_in", "took"):
