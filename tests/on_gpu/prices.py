@@ -117,7 +117,7 @@ def write_prices(cases: Mapping[str, Found], facts: Mapping[str, str], file: Pat
         "memory": _median(cases, "memory", lambda row: row["kernel"] != "copy"),
         "copies": _median(cases, "memory", lambda row: row["kernel"] == "copy"),
     }
-    lines = [f"{name} = {share:.3f}  # {note}" for name, share in shares.items() if share]
+    lines = [f"{name} = {share:.3g}  # {note}" for name, share in shares.items() if share]
     table = [
         f'    {{ kernel = "{row["kernel"]}", head_dim = {row["head_dim"]}, tokens = '
         f"{row['tokens']}, forward = {row['forward']:.3f}, backward = {row['backward']:.3f} }},"
