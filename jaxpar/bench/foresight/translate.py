@@ -346,7 +346,7 @@ def _memory(
     if keys.get("fused_qkv", "").lower() != "true":
         tensors.pop("qkv_proj", None)
     kept = kept_activations(policy, tensors, family.post_norms, family.gated)
-    if experts and "mlpwo" in (POLICIES[policy] | tensors):
+    if experts and ("mlpwo" in POLICIES[policy] or "mlpwo" in tensors):
         differences.append("the experts' output is computed again here")
     if "memory.keep.mlp_input" in kept:
         differences.append(

@@ -178,3 +178,14 @@ def test_a_quick_board_of_small_steps(tmp_path: Path, platform: str, capsys) -> 
     assert first["rows"] == second["rows"] and len(first["rows"]) == 1
     assert first["rows"][0]["predicted"] > 0 and first["rows"][0]["fits"]
     assert (tmp_path / "foresight.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("platform", [pytest.param("cuda", marks=MARKS["cuda"])])
+def test_the_quick_row_of_an_h100(tmp_path: Path, platform: str) -> None:
+    """The cheapest published row there is, a step of GPT-2 124M that was measured on one H100."""
+    (row,) = subject.quick_rows(subject.choose_rows(published_rows(), ["jaxpar-gpt2_124m"]))
+    board = subject.make_board([row], tmp_path)
+    (found,) = board["rows"]
+    assert found["fits"] and found["program"]
+    assert abs(found["predicted"] / found["measured"] - 1) < 0.2  # the worst of ten is 11 %
+    assert abs(found["memory"] / found["stated_memory"] - 1) < 0.1  # the worst of ten is 8 %
