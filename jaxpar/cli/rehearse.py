@@ -97,9 +97,9 @@ def rehearse_command(words: list[str]) -> int:
         )
     quiet = args.json == "-"
     say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
-    target = target_of(args.config, args.target, say)
     rules, conditions = read_fail_on(args.fail_on)
     _require_effect(args, conditions)
+    target = target_of(args.config, args.target, say)
     packages = _packages("--compiler", args.compiler, target)
     outputs = _outputs(args)
     check_folders(*outputs, args.order)
