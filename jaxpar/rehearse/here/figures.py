@@ -158,9 +158,11 @@ def read_figures(file: Path) -> CpuFigures | None:
 
 
 def _read_rates(value: Any, origin: str) -> CpuRates:
-    kinds = dict.fromkeys(_NUMBERS, float) | dict.fromkeys(_TABLES, list[list[float]])
+    kinds: dict[str, Any] = dict.fromkeys(_NUMBERS, float)
+    kinds |= dict.fromkeys(_TABLES, list[list[float]])
     rates = require_kinds(value, kinds, origin)
-    return CpuRates(**rates | {name: _rates(rates[name]) for name in _TABLES})
+    tables: dict[str, Any] = {name: _rates(rates[name]) for name in _TABLES}
+    return CpuRates(**{**rates, **tables})
 
 
 def keep_figures(file: Path, figures: CpuFigures) -> None:

@@ -193,10 +193,10 @@ def _trip(body: Callable[[jax.Array], jax.Array], x: jax.Array, mesh: Mesh) -> _
 
 def _seconds(function: Callable[..., object], *arguments: jax.Array) -> float:
     """Measure the median seconds of a call, after a first one that compiles."""
-    for _ in range(2):
-        began = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        once = time.perf_counter() - began
+    jax.block_until_ready(function(*arguments))
+    began = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    once = time.perf_counter() - began
     calls = max(1, min(200, int(_TURN_SECONDS / max(once, 1e-6))))
     turns = []
     for _ in range(_TURNS):
