@@ -19,7 +19,7 @@ from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.errors import UserError, read_json, require_kinds
 from jaxpar.base.machine import cache_folder, versions
 
-_FORM = 2
+_FORM = 3
 """The version of the file, which goes up where a figure is measured in another way."""
 
 NARROW = 32
