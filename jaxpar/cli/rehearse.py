@@ -113,12 +113,12 @@ def rehearse_command(words: list[str]) -> int:
         )
     quiet = args.json == "-"
     say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
+    rules, conditions = read_fail_on(args.fail_on)
+    _require_effect(args, conditions)
     target = target_of(args.config, args.target, say)
     if args.prices:
         hardware = replace(target.hardware, prices=read_prices(Path(args.prices)))
         target = replace(target, hardware=hardware)
-    rules, conditions = read_fail_on(args.fail_on)
-    _require_effect(args, conditions)
     packages = _packages("--compiler", args.compiler, target)
     outputs = _outputs(args)
     check_folders(*outputs, args.order)

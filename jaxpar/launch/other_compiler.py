@@ -19,7 +19,6 @@ import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 
@@ -28,6 +27,7 @@ from jaxpar.base.errors import Say, UserError, short
 from jaxpar.base.machine import cache_folder, versions
 from jaxpar.base.toml import to_toml
 from jaxpar.rehearse.report.comparison import read_report
+from jaxpar.rehearse.report.memory import DoesNotFit
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.targets import Target
 
@@ -126,6 +126,7 @@ def rehearse_with(
       The report, as the process wrote it.
 
     Raises:
+      DoesNotFit: the compiler refuses the step there because a device has too little memory.
       UserError: pip cannot install the versions, they cannot run this library, or the rehearsal is
         refused there.
     """
@@ -150,7 +151,8 @@ def rehearse_with(
             errors="replace",
         )
         if done.returncode or not out.exists():
-            raise UserError(f"with {said}: {_last_word(done.stderr) or _last_word(done.stdout)}")
+            why = f"with {said}: {_last_word(done.stderr or done.stdout)}"
+            raise DoesNotFit(why) if f"does not fit {target.name}" in why else UserError(why)
         return read_report(out)
 
 
@@ -237,7 +239,7 @@ def _last_word(text: str) -> str:
     line.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told: list[Any] = [line for line in lines if line.startswith("jaxpar: error: ")]
+    told = [line for line in lines if line.startswith("jaxpar: error: ")]
     if told:
         return told[-1].removeprefix("jaxpar: error: ")
     return lines[-1] if lines else "it ended without a word"

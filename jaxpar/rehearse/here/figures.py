@@ -19,7 +19,7 @@ from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.errors import UserError, read_json, require_kinds
 from jaxpar.base.machine import cache_folder, versions
 
-_FORM = 2
+_FORM = 3
 """The version of the file, which goes up where a figure is measured in another way."""
 
 NARROW = 32
@@ -158,9 +158,11 @@ def read_figures(file: Path) -> CpuFigures | None:
 
 
 def _read_rates(value: Any, origin: str) -> CpuRates:
-    kinds = dict.fromkeys(_NUMBERS, float) | dict.fromkeys(_TABLES, list[list[float]])
+    kinds: dict[str, Any] = dict.fromkeys(_NUMBERS, float)
+    kinds |= dict.fromkeys(_TABLES, list[list[float]])
     rates = require_kinds(value, kinds, origin)
-    return CpuRates(**rates | {name: _rates(rates[name]) for name in _TABLES})
+    tables: dict[str, Any] = {name: _rates(rates[name]) for name in _TABLES}
+    return CpuRates(**{**rates, **tables})
 
 
 def keep_figures(file: Path, figures: CpuFigures) -> None:

@@ -124,7 +124,9 @@ def _measure_rates(meshes: Sequence[Mesh]) -> list[CpuRates]:
         "strided": (_transpose, [(float(side**2), _array(side, side)) for side in _SQUARES]),
     }
     for name, (body, sizes) in tables.items():
-        rows = [_rates_of(body, size, x, meshes, name == "strided") for size, x in sizes]
+        each = 2 if body is _multiply_heads else 1  # it has two matmuls
+        of_a_thread = name == "strided"
+        rows = [_rates_of(body, size, each, x, meshes, of_a_thread) for size, x in sizes]
         for number, found in enumerate(rates):
             found[name] = tuple(row[number] for row in rows)
     scores = _array(16, 128, 128)
@@ -139,6 +141,7 @@ def _measure_rates(meshes: Sequence[Mesh]) -> list[CpuRates]:
 def _rates_of(
     body: Callable[[jax.Array], jax.Array],
     size: float,
+    each: int,
     x: jax.Array,
     meshes: Sequence[Mesh],
     of_a_thread: bool,
@@ -146,13 +149,15 @@ def _rates_of(
     """Measure the rate of one size on each mesh.
 
     Args:
+      size: the size of one task, in what the rate counts.
+      each: the tasks of that size in a trip.
       of_a_thread: whether the rate of a device that is alone is that of one thread.
     """
     found = []
     for mesh in meshes:
         trip = _trip(body, x, mesh)
         threads = _threads(trip, mesh) if of_a_thread else 1
-        found.append((size, size * mesh.size / trip.seconds / threads))
+        found.append((size, each * size * mesh.size / trip.seconds / threads))
     return found
 
 
@@ -193,10 +198,10 @@ def _trip(body: Callable[[jax.Array], jax.Array], x: jax.Array, mesh: Mesh) -> _
 
 def _seconds(function: Callable[..., object], *arguments: jax.Array) -> float:
     """Measure the median seconds of a call, after a first one that compiles."""
-    for _ in range(2):
-        began = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        once = time.perf_counter() - began
+    jax.block_until_ready(function(*arguments))
+    began = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    once = time.perf_counter() - began
     calls = max(1, min(200, int(_TURN_SECONDS / max(once, 1e-6))))
     turns = []
     for _ in range(_TURNS):
@@ -242,7 +247,7 @@ def _narrow_matmuls(dtype: Any) -> list[tuple[float, jax.Array]]:
 
 
 def _multiply_heads(x_HSh: jax.Array) -> jax.Array:
-    """Two matmuls, of which each counts by itself."""
+    """Two matmuls of as many FLOPs, scores and what is read by them."""
     scores_HST = jnp.einsum("hsd,htd->hst", x_HSh, x_HSh)
     return jnp.einsum("hst,htd->hsd", scores_HST, x_HSh)
 

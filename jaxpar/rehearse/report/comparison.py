@@ -389,8 +389,8 @@ def _setting_changes(old: Rehearsal, new: Rehearsal) -> list[SettingChange]:
     for key in ("settings", "versions", "compiler_options"):
         if key not in old or key not in new:
             continue
-        before = {name: str(value) for name, value in old[key].items()}
-        after = {name: str(value) for name, value in new[key].items()}
+        before = {name: str(value) for name, value in old.get(key, {}).items()}
+        after = {name: str(value) for name, value in new.get(key, {}).items()}
         for name in dict.fromkeys([*before, *after]):
             was = before.get(name, "")
             now = after.get(name, "")
