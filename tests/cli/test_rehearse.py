@@ -11,7 +11,7 @@ import pytest
 from fake_rehearsal import fake_rehearsal
 from report_types import problems
 
-from jaxpar.base.config import Config
+from jaxpar.base.config import Config, load_config
 from jaxpar.cli import rehearse as subject
 from jaxpar.cli.main import main
 from jaxpar.rehearse import of_config, targets
@@ -127,8 +127,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Config]]:
         say,
         program,
         graph: bool = False,
+        measured: Any = None,
     ) -> Rehearsal:
         config = experiment.config
+        if measured is not None:
+            say(f"{measured.seconds} s of {measured.config.model.layers} layers")
         calls.append((name, config))
         say(f"compiling for {target.name}")
         report = fake_rehearsal(layers=2, config=name, command=command)
@@ -144,6 +147,24 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Config]]:
 
 def run(*words: str) -> int:
     return main(["rehearse", "tiny", "--target", "v5e-8", *words])
+
+
+def test_a_measured_time_is_of_the_config_without_its_flags(
+    asked: list[tuple[str, Config]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = load_config("tiny").model.layers
+    assert run("--model.layers", str(layers + 1), "--measured", "1.5s") == 0
+    assert asked[0][1].model.layers == layers + 1
+    assert f"1.5 s of {layers} layers" in capsys.readouterr().out
+    assert run("--measured", "soon") == 2
+    assert "nor the time of a step" in on_one_line(capsys.readouterr().err)
+
+
+def test_prices_of_a_file_that_is_not_there_are_refused(
+    asked: list[tuple[str, Config]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--prices", "nowhere.toml") == 2
+    assert "nowhere.toml" in capsys.readouterr().err and not asked
 
 
 def on_one_line(text: str) -> str:
