@@ -87,23 +87,22 @@ def test_a_batch_of_too_few_sequences_is_data_too() -> None:
     assert "8 data ranks" in batch.what
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    third_quick(
-        [
-            ("tensor", 4),
-            ("mesh.fsdp", 8),
-            ("memory.policy", "full"),
-            ("memory.optimizer", "offload"),
-            ("train.accumulation", 2),
-            ("memory.loss_mib", 512),
-            ("stage", 4),
-            ("precision.moments", "bfloat16"),
-            ("model.scan_layers", False),
-        ]
-    ),
-)
-def test_a_fixed_choice_is_kept(key: str, value: Any) -> None:
+FIXED = {
+    "tensor": 4,
+    "mesh.fsdp": 8,
+    "memory.policy": "full",
+    "memory.optimizer": "offload",
+    "train.accumulation": 2,
+    "memory.loss_mib": 512,
+    "stage": 4,
+    "precision.moments": "bfloat16",
+    "model.scan_layers": False,
+}
+
+
+@pytest.mark.parametrize("key", third_quick(FIXED))
+def test_a_fixed_choice_is_kept(key: str) -> None:
+    value = FIXED[key]
     answer = find(sequences=16, fixed={key: value})
     assert answer.config is not None
     dotted = key if "." in key else f"mesh.{key}"
