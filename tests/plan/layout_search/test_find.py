@@ -177,7 +177,7 @@ def test_a_plan_that_turns_out_too_large_gives_way() -> None:
 def test_others_lost_for_a_reason_and_are_counted() -> None:
     answer = find(sequences=16, fixed={"tensor": 1, "context": 1})
     assert answer.lost and all(group.times >= 0.99 and group.why for group in answer.lost)
-    assert sum(group.count for group in answer.lost) < answer.count
+    assert sum(group.plans for group in answer.lost) < answer.count
     assert answer.priced < answer.count
 
 
