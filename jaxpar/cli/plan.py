@@ -214,7 +214,8 @@ def _write(
         from jaxpar.show.figures import save_figure
         from jaxpar.show.plans import plans_figure
 
-        save_figure(plans_figure(answer, answer.request.target.name), Path(args.picture))
+        title = f"Plans for {answer.request.target.name}, {answer.request.tokens:,} tokens a step"
+        save_figure(plans_figure(answer, title), Path(args.picture))
         say(f"wrote {args.picture}")
     if out and answer.config is not None:
         write_whole(Path(out), config_text(answer, command))

@@ -122,7 +122,7 @@ def plans_figure(answer: Answer, title: str) -> Figure:
             [size / _GIB for _, size in edge],
             where="post",
             color=_LINE,
-            label="frontier: no plan is faster and smaller",
+            label="frontier: none of these is faster and smaller",
         )
     rehearsed = [one.figures for one in answer.rehearsed if one.figures is not None]
     if rehearsed:
@@ -141,7 +141,6 @@ def plans_figure(answer: Answer, title: str) -> Figure:
         answer.request.budget / _GIB, color=_BEST, linestyle="--", linewidth=1, label="budget"
     )
     axes.set(
-        xscale="log",
         xlabel="milliseconds a step",
         ylabel="GiB of a device",
         title=title,

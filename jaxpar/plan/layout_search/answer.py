@@ -55,20 +55,20 @@ class Lost(NamedTuple):
     Attributes:
       what: what they have and the best plan has not.
       why: what takes their time.
-      count: how many plans there are.
+      plans: how many plans there are.
       times: the time of the fastest of them over that of the best plan.
       best: the fastest of them.
     """
 
     what: str
     why: str
-    count: int
+    plans: int
     times: float
     best: Candidate
 
     def __str__(self) -> str:
         """Write the group in one line."""
-        return f"{self.count:,} plans with {self.what}: {self.why}, best {self.times:.2f}x"
+        return f"{self.plans:,} plans with {self.what}: {self.why}, best {self.times:.2f}x"
 
 
 class Changed(NamedTuple):
@@ -181,7 +181,7 @@ class Answer:
             "rehearsed": [_rehearsed_json(one) for one in self.rehearsed],
             "lost": [one._asdict() | {"best": plan_text(one.best)} for one in self.lost],
             "refused": {
-                kind: {"count": one.count, "nearest": one.nearest._asdict()}
+                kind: {"plans": one.plans, "nearest": one.nearest._asdict()}
                 for kind, one in self.refused.items()
             },
             "changed": [

@@ -13,7 +13,7 @@ from jaxpar.base.toml import to_toml
 from jaxpar.plan.layout_search.answer import Answer, Found
 from jaxpar.rehearse.report.report_tables import interval_text, seconds_text
 
-_WIDTH = 96
+_WRAPPER = textwrap.TextWrapper(96, break_long_words=False, break_on_hyphens=False)
 _COMPILERS = ("jax", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
@@ -27,7 +27,7 @@ def config_text(answer: Answer, command: str) -> str:
     lines = [
         wrapped
         for line in reason_lines(answer, command)
-        for wrapped in textwrap.wrap(visible(line), _WIDTH) or [""]
+        for wrapped in _WRAPPER.wrap(visible(line)) or [""]
     ]
     return to_toml(answer.config, "\n".join(lines))
 

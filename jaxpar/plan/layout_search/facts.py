@@ -67,10 +67,10 @@ def facts_of(request: Request, model: AnyModel | None = None) -> Facts:
       model: the model; None = the model of the config.
     """
     config = request.config
-    model = model or Model(config.model)
-    sizes = _declared_sizes(model)
+    made: AnyModel = Model(config.model) if model is None else model
+    sizes = _declared_sizes(made)
     length = config.data.seq_len
-    if model.has_blocks:
+    if made.has_blocks:
         sizes["seq"] = {length}
         sizes["residual_seq"] = {length}
         # a ring gives each device two chunks, one from either end
@@ -86,9 +86,9 @@ def facts_of(request: Request, model: AnyModel | None = None) -> Facts:
         dims=tuple(dim for dim in dims if dim.places),
         batch=_places("batch", config),
         layers=config.model.layers,
-        kinds=model.config.kinds if model.has_blocks else 1,
+        kinds=made.config.kinds if made.has_blocks else 1,
         experts=config.model.experts,
-        has_blocks=model.has_blocks,
+        has_blocks=made.has_blocks,
         has_moments=settings.settings.has_moments,
         rounds_moments=settings.rounds_first_moments,
         dropout=config.model.dropout > 0,

@@ -43,16 +43,16 @@ class Refusals(NamedTuple):
     """Plans that cannot run for one kind of reason.
 
     Attributes:
-      count: how many plans there are.
+      plans: how many plans there are.
       nearest: the reason of the one that is nearest to what could run.
     """
 
-    count: int
+    plans: int
     nearest: Infeasible
 
     def __str__(self) -> str:
         """Write the refusals in one line."""
-        return f"{self.count:,} plans: {self.nearest}"
+        return f"{self.plans:,} plans: {self.nearest}"
 
 
 def by_kind(found: Iterable[tuple[Infeasible, int]]) -> dict[str, Refusals]:
@@ -71,5 +71,5 @@ def by_kind(found: Iterable[tuple[Infeasible, int]]) -> dict[str, Refusals]:
             groups[reason.kind] = Refusals(count, reason)
             continue
         nearest = min(known.nearest, reason, key=lambda one: one.by_how_much)
-        groups[reason.kind] = Refusals(known.count + count, nearest)
-    return dict(sorted(groups.items(), key=lambda item: -item[1].count))
+        groups[reason.kind] = Refusals(known.plans + count, nearest)
+    return dict(sorted(groups.items(), key=lambda item: -item[1].plans))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxpar.base.layout.mesh import MESH_AXES
 from jaxpar.plan.candidate import ONE_DEVICE, Candidate
@@ -60,7 +60,7 @@ def layouts(request: Request, facts: Facts) -> list[Layout]:
     open_axes = [place for place in range(len(MESH_AXES)) if _may_split(place, request, facts)]
     found = dict[Layout, None]()
     for factors in factorings(target.device_count, len(open_axes)):
-        sizes = list(ONE_DEVICE)
+        sizes = list[int](ONE_DEVICE)
         for place, size in zip(open_axes, factors, strict=True):
             sizes[place] = size
         for dcn in _spans(tuple(sizes), target.slices):
@@ -102,7 +102,7 @@ def _spans(sizes: tuple[int, ...], slices: int) -> set[tuple[int, ...]]:
     found = set[tuple[int, ...]]()
     for order in _ACROSS_FIRST:
         left = slices
-        dcn = list(ONE_DEVICE)
+        dcn = list[int](ONE_DEVICE)
         for axis in order:
             place = MESH_AXES.index(axis)
             dcn[place] = math.gcd(sizes[place], left)
@@ -190,7 +190,7 @@ def batchings(
     return [one for one in found if request.allows(one)], reasons
 
 
-def _usual(request: Request) -> dict[str, object]:
+def _usual(request: Request) -> dict[str, Any]:
     """Return the choices that are the config's own until a search refines them."""
     config = request.config
     return {

@@ -8,7 +8,7 @@ nothing is recomputed or offloaded where the run fits without it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.activation_names import Policy
@@ -50,11 +50,11 @@ class Ladder(NamedTuple):
       least: the choice that keeps least there.
     """
 
-    rungs: tuple[tuple[dict[str, object], ...], ...]
-    least: dict[str, object]
+    rungs: tuple[tuple[dict[str, Any], ...], ...]
+    least: dict[str, Any]
 
     @property
-    def top(self) -> dict[str, object]:
+    def top(self) -> dict[str, Any]:
         """The choice that keeps most on the device."""
         return self.rungs[0][0]
 
@@ -79,7 +79,7 @@ def ladder_of(request: Request, has_moments: bool, may_offload: bool) -> Ladder:
     parameters = request.options("memory.parameters", away)
     policies = request.options("memory.policy", POLICIES)
     losses = request.options("memory.loss_mib", _losses(request))
-    rungs = list[tuple[dict[str, object], ...]]()
+    rungs = list[tuple[dict[str, Any], ...]]()
     for parameter in parameters:
         for optimizer in optimizers:
             where = {"optimizer": optimizer, "parameters": parameter}
@@ -102,7 +102,7 @@ def _losses(request: Request) -> list[int]:
     return [usual, _SMALL_LOSS] if usual > _SMALL_LOSS else [usual]
 
 
-def _most_recomputed(rung: tuple[dict[str, object], ...]) -> dict[str, object]:
+def _most_recomputed(rung: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     """Return the policy of a rung that keeps least."""
     policies = [choice.get("policy", "none") for choice in rung]
     return {"policy": "full"} if "full" in policies else {"policy": policies[-1]}
