@@ -18,6 +18,9 @@ _MANY = 4
 """Runs on at least a fourth of the chips say something of a step: collectives take more of it the
 more chips there are."""
 _COVERED = 0.9
+_FEWEST = 3
+"""Runs that an interval takes at the least: one or two say little, and a constant of their chip may
+be fitted on them."""
 
 
 class BoardRow(TypedDict):
@@ -75,8 +78,10 @@ def interval_of(
     else:
         errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
         kind = f"published runs on {chip}"
-    if not errors:
+    if model_measured and not errors:
         return _none(f"no model was published twice on {chip}")
+    if not model_measured and len(rows) < _FEWEST:
+        return _none(f"of published runs on {chip} {len(rows)} are too few to say")
     share = _quantile(errors, _COVERED)
     return {
         "share": share,

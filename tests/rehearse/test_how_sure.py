@@ -22,6 +22,10 @@ def row(model: str, measured: float, predicted: float, chips: int = 64) -> Board
     }
 
 
+FEW: list[BoardRow] = [
+    {**row("8b", 1.0, 1.0), "chip": "v6e"},
+    {**row("70b", 1.0, 1.0), "chip": "v6e"},
+]
 BOARD = [row("8b", 1.0, 1.02 + 0.01 * n) for n in range(9)] + [row("70b", 2.0, 1.4)]
 
 
@@ -42,12 +46,13 @@ def test_of_a_few_runs_the_worst_counts():
         ("v4", 64, "llama", "published run on v4"),
         ("v5p", 64, "gpt2", "run of gpt2 on v5p"),
         ("v5p", 512, "llama", "more than 64 chips"),
+        ("v6e", 64, "llama", "too few"),
     ],
 )
 def test_where_no_run_says_anything_the_report_says_so(
     chip: str, chips: int, family: str, why: str
 ):
-    found = interval_of(1.0, chip, chips, family, board=BOARD)
+    found = interval_of(1.0, chip, chips, family, board=BOARD + FEW)
     assert why in found.get("why", "") and "share" not in found
     assert interval_text(found).startswith("how sure is not known: ")
 
