@@ -108,17 +108,17 @@ class Time(TypedDict):
     """
 
 
-class Interval(TypedDict, total=False):
+class Interval(TypedDict):
     """The interval in which a measured step is to be expected, or `why` there is none."""
 
-    share: float
+    share: NotRequired[float]
     """How far from the step its ends are, as a share of it: nine tenths of the runs are nearer."""
-    low: float
-    high: float
-    runs: int
-    by: str
+    low: NotRequired[float]
+    high: NotRequired[float]
+    runs: NotRequired[int]
+    by: NotRequired[str]
     """The runs that say so: `published runs on v5p`."""
-    why: str
+    why: NotRequired[str]
 
 
 class Calibration(TypedDict):
