@@ -99,10 +99,7 @@ def config_args(
     if not urls:
         require_local(getattr(args, "run", ""))
     keys = given_keys(words)
-    if isinstance(args, MeshArgs) and args.on and args.target:
-        raise UserError("--on and --target both name the mesh: leave one of them out")
-    named = args.mesh_name if isinstance(args, MeshArgs) else getattr(args, "on", "")
-    if named:
+    if named := _mesh_name(args):
         if any(key.startswith("mesh.") for key in keys):
             flag = "--on" if args.on else "--target"
             raise UserError(
@@ -119,6 +116,16 @@ def config_args(
         _say_what_was_given(name)
     require_effects(_name_here(name) if load is load_config else "", args.config, keys)
     return name, args
+
+
+def _mesh_name(args: object) -> str:
+    """Return the mesh that was named; empty = none was."""
+    named = getattr(args, "on", "")
+    if not isinstance(args, MeshArgs):
+        return named
+    if named and args.target:
+        raise UserError("--on and --target both name the mesh: leave one of them out")
+    return args.mesh_name
 
 
 def _load(load: Callable[[str], Config], name: str) -> Config:

@@ -12,7 +12,7 @@ from importlib import resources
 from itertools import permutations
 from typing import TypedDict
 
-from jaxpar.rehearse.report.schema import Interval
+from jaxpar.rehearse.report.schema import Interval, NoInterval
 
 _MANY = 4
 """Runs on at least a fourth of the chips say something of a step: collectives take more of it the
@@ -49,7 +49,7 @@ def interval_of(
     family: str = "",
     model_measured: bool = False,
     board: Sequence[BoardRow] | None = None,
-) -> Interval:
+) -> Interval | NoInterval:
     """Find the interval in which nine tenths of the published runs like a step are.
 
     Args:
@@ -104,7 +104,7 @@ def errors_by_one_step(rows: Iterable[BoardRow]) -> list[float]:
     ]
 
 
-def _none(why: str) -> Interval:
+def _none(why: str) -> NoInterval:
     return {"why": why}
 
 

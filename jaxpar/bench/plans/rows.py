@@ -106,9 +106,10 @@ def parse_plans(text: str, origin: str) -> list[MeasuredPlan]:
 
 
 def _plan(row: dict[str, str | None], place: str) -> MeasuredPlan:
-    numbers = [_number(row[column], column, place) for column in MeasuredPlan._fields]
-    whole = [int(number) for number in numbers[:-1]]
-    plan = MeasuredPlan(*whole, numbers[-1])
+    numbers = {column: _number(row[column], column, place) for column in MeasuredPlan._fields}
+    seconds = numbers.pop("step_seconds")
+    whole = {column: int(number) for column, number in numbers.items()}
+    plan = MeasuredPlan(**whole, step_seconds=seconds)
     _require_plan(plan, place)
     return plan
 

@@ -373,7 +373,7 @@ def _waited(
 def _seconds(one: Send, on: _System, candidate: Candidate) -> float:
     """Return the seconds of a collective, all its times together."""
     known = _slopes(on, one.kind, one.axes, candidate.mesh, candidate.dcn)
-    return one.count * seconds_of(known, one.bytes)
+    return one.times * seconds_of(known, one.bytes)
 
 
 @lru_cache(maxsize=_REMEMBERED)

@@ -30,7 +30,7 @@ class Send(NamedTuple):
       kind: the kind of collective.
       axes: its mesh axes, in the order of the mesh.
       bytes: the bytes of one group's whole array, or of one message of a ppermute.
-      count: how often it is sent.
+      times: how often it is sent.
     """
 
     what: What
@@ -38,7 +38,7 @@ class Send(NamedTuple):
     kind: CollectiveKind
     axes: tuple[MeshAxis, ...]
     bytes: float
-    count: float = 1.0
+    times: float = 1.0
 
 
 class Local(NamedTuple):
@@ -414,4 +414,4 @@ def sends_of_step(shapes: StepShapes, candidate: Candidate) -> list[Send]:
 
 
 def _times(one: Send, times: float) -> Send:
-    return one._replace(count=one.count * times)
+    return one._replace(times=one.times * times)

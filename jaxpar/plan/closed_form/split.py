@@ -54,7 +54,7 @@ def split_of(shapes: StepShapes, sizes: tuple[int, ...], zero: bool) -> Split:
       shapes: the facts of the step, with its rules.
       zero: whether the optimizer's state is split over data as well.
     """
-    by_axis = dict(zip(MESH_AXES, sizes, strict=True))
+    by_axis: dict[MeshAxis, int] = dict(zip(MESH_AXES, sizes, strict=True))
     rules, _ = fit_rules(shapes.rules, shapes.heads, shapes.kv_heads, by_axis)
     axes: dict[LogicalAxis, tuple[MeshAxis, ...]] = {}
     for axis in (*LOGICAL_AXES, *rules.own_rules):

@@ -17,7 +17,7 @@ from jaxpar.plan.layout_search.processes import Verified
 from jaxpar.plan.layout_search.request import Request
 from jaxpar.plan.rehearsal_cache import Figures
 from jaxpar.rehearse.how_sure import interval_of
-from jaxpar.rehearse.report.schema import Interval
+from jaxpar.rehearse.report.schema import Interval, NoInterval
 
 SCHEMA = 1
 """The version of `Answer.to_json`, which goes up when a key is renamed, removed or changes its
@@ -136,7 +136,7 @@ class Answer:
     notes: tuple[str, ...] = ()
 
     @property
-    def interval(self) -> Interval:
+    def interval(self) -> Interval | NoInterval:
         """How far a measured step may be from the best plan's, by published runs."""
         assert self.best is not None
         target = self.request.target

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from jaxpar.base.compiler import options_text
 from jaxpar.base.console import bytes_text, console, count_text
-from jaxpar.rehearse.report.schema import Interval, LintFinding, Memory, Rehearsal
+from jaxpar.rehearse.report.schema import Interval, LintFinding, Memory, NoInterval, Rehearsal
 
 _NOTHING = 1e-9  # seconds; what is less is rounding
 _WAITS = {
@@ -274,7 +274,7 @@ def _sure_lines(report: Rehearsal) -> list[str]:
     return lines
 
 
-def interval_text(interval: Interval) -> str:
+def interval_text(interval: Interval | NoInterval) -> str:
     """Write an interval: `±9 % by 18 published runs on v5p`, or why there is none."""
     if "why" in interval:
         return f"how sure is not known: {interval['why']}"

@@ -109,16 +109,21 @@ class Time(TypedDict):
 
 
 class Interval(TypedDict):
-    """The interval in which a measured step is to be expected, or `why` there is none."""
+    """The interval in which a measured step is to be expected."""
 
-    share: NotRequired[float]
+    share: float
     """How far from the step its ends are, as a share of it: nine tenths of the runs are nearer."""
-    low: NotRequired[float]
-    high: NotRequired[float]
-    runs: NotRequired[int]
-    by: NotRequired[str]
+    low: float
+    high: float
+    runs: int
+    by: str
     """The runs that say so: `published runs on v5p`."""
-    why: NotRequired[str]
+
+
+class NoInterval(TypedDict):
+    """The reason why there is no interval."""
+
+    why: str
 
 
 class Calibration(TypedDict):
@@ -260,7 +265,7 @@ class Rehearsal(TypedDict):
     """Kernels that were priced in place of those that the target would run; empty = none."""
     memory: Memory
     time: Time
-    interval: NotRequired[Interval]
+    interval: NotRequired[Interval | NoInterval]
     """How sure the step's time is, by published runs."""
     calibration: NotRequired[Calibration]
     """The measured step that the time was scaled by, where one was given."""

@@ -71,7 +71,7 @@ def formula(config: Config) -> dict[Any, float]:
     total = defaultdict[Any, float](float)
     for one in sends_of_step(step_shapes(config), candidate):
         devices = math.prod(candidate.size(axis) for axis in one.axes)
-        total[one.kind, one.axes] += one.count * sent_bytes(one.kind, int(one.bytes), devices)
+        total[one.kind, one.axes] += one.times * sent_bytes(one.kind, int(one.bytes), devices)
     return total
 
 
@@ -108,7 +108,7 @@ def test_layers_and_tokens_scale_what_is_sent():
 
     def total(of: Any, what: str) -> float:
         sends = sends_of_step(of, candidate)
-        return sum(one.count * one.bytes for one in sends if one.what == what)
+        return sum(one.times * one.bytes for one in sends if one.what == what)
 
     tables = 2 * shapes.vocab * shapes.embed // 2 * shapes.dtype_bytes  # lookup and head
     blocks = total(shapes, "weights") - tables
