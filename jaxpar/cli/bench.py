@@ -99,6 +99,8 @@ class BenchForesightArgs:
     """Folder of the compiled programs, the board and its picture. A program that is there is priced
     again, and not compiled.
     """
+    anew: bool = False
+    """Compile also the rows whose programs come with the library."""
     json: str = ""
     """Write the board: FILE.json; empty = board.json in the folder."""
     quick: bool = False
@@ -212,7 +214,7 @@ def bench_plans_command(words: list[str]) -> int:
 
 def bench_foresight_command(words: list[str]) -> int:
     """jaxpar bench foresight [--rows FILE.csv] [--only PREFIX ...] [--out FOLDER]
-    [--json FILE.json] [--quick]
+    [--json FILE.json] [--quick] [--anew]
     """
     from jaxpar.bench.foresight import board
     from jaxpar.bench.foresight.rows import published_rows, read_rows
@@ -230,7 +232,7 @@ def bench_foresight_command(words: list[str]) -> int:
     folder = Path(args.out)
     check_folders(args.json)
     command = " ".join(["jaxpar bench foresight", *words])
-    found = board.make_board(rows, folder, command, say)
+    found = board.make_board(rows, folder, command, say, args.anew)
     file = Path(args.json) if args.json else folder / "board.json"
     write_whole(file, board.write_board(found))
     write_whole(folder / "errors.json", board.write_errors(found))

@@ -19,6 +19,7 @@ from jaxpar.bench.foresight.programs import (
     StoredProgram,
     compile_program,
     find_program,
+    kept_program,
     price_program,
 )
 from jaxpar.bench.foresight.rows import PublishedRow
@@ -138,12 +139,18 @@ def quick_rows(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
 
 
 def make_board(
-    rows: Sequence[PublishedRow], folder: Path, command: str = "", say: Say = lambda line: None
+    rows: Sequence[PublishedRow],
+    folder: Path,
+    command: str = "",
+    say: Say = lambda line: None,
+    anew: bool = False,
 ) -> Board:
-    """Predict each step. What the folder has already is priced, and not compiled again.
+    """Predict each step. What the folder has already, or the library brings along, is priced, and
+    not compiled again.
 
     Args:
       folder: where compiled programs are kept.
+      anew: whether what the library brings along is compiled by the compilers at hand too.
       command: the command line, for the record.
       say: is called with a line before and after each row.
 
@@ -153,7 +160,7 @@ def make_board(
     found = list[BoardRow]()
     for number, row in enumerate(rows, 1):
         where = f"{number}/{len(rows)}: {row.name}"
-        made = _board_row(row, folder, lambda line, where=where: say(f"{where}: {line}"))
+        made = _board_row(row, folder, lambda line, where=where: say(f"{where}: {line}"), anew)
         found.append(made)
     return {
         "date": datetime.date.today().isoformat(),
@@ -164,7 +171,7 @@ def make_board(
     }
 
 
-def _board_row(row: PublishedRow, folder: Path, say: Say) -> BoardRow:
+def _board_row(row: PublishedRow, folder: Path, say: Say, anew: bool) -> BoardRow:
     made: BoardRow = {
         "name": row.name,
         "chip": row.chip.lower(),
@@ -196,7 +203,7 @@ def _board_row(row: PublishedRow, folder: Path, say: Say) -> BoardRow:
     made["target"] = step.target.name
     made["differences"] = list(step.differences)
     try:
-        stored = _stored_program(step, folder, say)
+        stored = _stored_program(step, folder, say, anew)
         _predict(made, step, stored)
     except UserError as why:
         made["refused"] = str(why)
@@ -207,13 +214,17 @@ def _board_row(row: PublishedRow, folder: Path, say: Say) -> BoardRow:
     return made
 
 
-def _stored_program(step: Translation, folder: Path, say: Say) -> StoredProgram:
-    """Find the program of a step in the folder, or compile it there.
+def _stored_program(step: Translation, folder: Path, say: Say, anew: bool) -> StoredProgram:
+    """Find the program of a step in the folder or in the library, or compile it there.
 
     Raises:
       UserError: it is refused.
     """
     stored = find_program(step, folder)
+    if stored is None and not anew:
+        stored = kept_program(step)
+        if stored is not None and stored.versions != versions():
+            say(f"the program is by {_compilers(stored)}: --anew compiles it by those at hand")
     if stored is None:
         say(f"compiling for {step.target.name}")
         stored = compile_program(step, folder)
@@ -222,10 +233,16 @@ def _stored_program(step: Translation, folder: Path, say: Say) -> StoredProgram:
     return stored
 
 
+def _compilers(stored: StoredProgram) -> str:
+    """Name what made a program: `jax 0.10.2, libtpu 0.0.42.1`."""
+    said = stored.versions.items()
+    return ", ".join(f"{name} {version}" for name, version in said if name != "jaxpar")
+
+
 def _predict(made: BoardRow, step: Translation, stored: StoredProgram) -> None:
     """Fill in what the stored program says by the prices of today."""
     priced = price_program(step, stored.text)
-    made["program"] = stored.text.name.removesuffix(".hlo.gz")
+    made["program"] = stored.text.name.removesuffix(".hlo.xz")
     time = stored.report["time"]
     made["predicted"] = priced.seconds
     made["exposed"] = priced.exposed

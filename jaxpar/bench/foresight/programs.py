@@ -1,16 +1,18 @@
-"""Compiled steps of published rows in a folder: each is compiled once, in a process of its own, and
-priced from its text as often as prices change.
+"""Compiled steps of published rows: each is compiled once, in a process of its own, and priced from
+its text as often as prices change. Those of the library's own rows come with it.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
+import lzma
+import re
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from importlib import resources
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,22 +31,27 @@ from jaxpar.rehearse.report.schema import Line
 from jaxpar.rehearse.targets import load_target
 from jaxpar.rehearse.timeline import read_and_price, replay
 
-_FORMAT = 1
+_FORMAT = 2
 """The version of what stands in a folder."""
+_TABLES = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n.*?\n\n", re.M | re.S)
+_METADATA = re.compile(r'metadata=\{(op_name="[^"]*")?[^}]*\}')
 
 
 class StoredProgram(NamedTuple):
     """A compiled step that a folder has.
 
     Attributes:
-      report: what the rehearsal said when it was compiled, without its timeline; empty if refused.
+      report: what the rehearsal said when it was compiled: its time, its memory and the kernels in
+        place of others; empty if refused.
       refused: why there is no step; empty = there is one.
-      text: the file of the program's text, gzipped.
+      text: the file of the program's text, compressed by xz.
+      versions: the versions of JAX and of the compilers that made it.
     """
 
     report: dict[str, Any]
     refused: str
     text: Path
+    versions: dict[str, str]
 
 
 class Priced(NamedTuple):
@@ -57,14 +64,20 @@ class Priced(NamedTuple):
 
 
 def program_name(step: Translation) -> str:
-    """Name the program of a step: the same config, target and compilers have the same name. In what
-    machines a target's GPUs are, no compiler asks.
+    """Name the program of a step: the same config and target have the same name. In what machines a
+    target's GPUs are, no compiler asks.
     """
     target = _compiled_target(step)
-    values = json.dumps(flatten(step.config), sort_keys=True, default=str)
-    said = f"{_FORMAT} {values} {target} {sorted(versions().items())}"
+    values = json.dumps(_changes(step.config), sort_keys=True, default=str)
+    said = f"{_FORMAT} {values} {target}"
     digest = hashlib.sha256(said.encode()).hexdigest()[:12]
     return f"{target.replace(':', '_')}-{step.config.model.family}-{digest}"
+
+
+def _changes(config: Config) -> dict[str, Any]:
+    """List what a config says that is not the standard; so a key that is new changes no name."""
+    standard = flatten(Config())
+    return {key: value for key, value in flatten(config).items() if value != standard[key]}
 
 
 def _compiled_target(step: Translation) -> str:
@@ -72,17 +85,35 @@ def _compiled_target(step: Translation) -> str:
 
 
 def find_program(step: Translation, folder: Path) -> StoredProgram | None:
-    """Find the program of a step in a folder; None = it has not been compiled there.
+    """Find the program of a step by the compilers at hand in a folder; None = it has not been
+    compiled there.
 
     Raises:
       UserError: its file is damaged.
     """
-    file = folder / f"{program_name(step)}.json"
-    text = file.with_suffix(".hlo.gz")
+    found = _read_program(folder / f"{program_name(step)}.json")
+    return found if found is not None and found.versions == versions() else None
+
+
+def kept_program(step: Translation) -> StoredProgram | None:
+    """Find the program of a step among those that come with the library, whatever compiler made it;
+    None = there is none.
+    """
+    kept = resources.files("jaxpar.bench.foresight").joinpath("published", "programs")
+    return _read_program(Path(str(kept)) / f"{program_name(step)}.json")
+
+
+def _read_program(file: Path) -> StoredProgram | None:
     if not file.exists():
         return None
-    found = read_json(file, {"report": dict[str, Any], "refused": str})
-    return StoredProgram(found.get("report", {}), found.get("refused", ""), text)
+    form = {"report": dict[str, Any], "refused": str, "versions": dict[str, str]}
+    found = read_json(file, form)
+    return StoredProgram(
+        found.get("report", {}),
+        found.get("refused", ""),
+        file.with_suffix(".hlo.xz"),
+        found.get("versions", {}),
+    )
 
 
 def compile_program(step: Translation, folder: Path) -> StoredProgram:
@@ -93,14 +124,11 @@ def compile_program(step: Translation, folder: Path) -> StoredProgram:
       UserError: the process failed, or was killed, which a machine with too little memory does;
         then nothing is stored.
     """
-    changed = flatten(step.config)
-    standard = flatten(Config())
-    changes = {key: value for key, value in changed.items() if value != standard[key]}
     context = get_context("spawn")
     with ProcessPoolExecutor(1, context) as pool:
         try:
             pool.submit(
-                _compile, changes, _compiled_target(step), folder, program_name(step)
+                _compile, _changes(step.config), _compiled_target(step), folder, program_name(step)
             ).result()
         except BrokenProcessPool as error:
             raise UserError(
@@ -121,6 +149,7 @@ def _compile(changes: dict[str, Any], target_name: str, folder: Path, name: str)
     config = override(Config(), changes)
     target = load_target(target_name)
     kept: dict[str, Any] = {"refused": "", "report": {}, "target": target_name, "changes": changes}
+    kept["versions"] = versions()
     began = time.perf_counter()
     try:
         experiment, program = resolve_and_compile(on_target(config, target), target)
@@ -129,11 +158,23 @@ def _compile(changes: dict[str, Any], target_name: str, folder: Path, name: str)
     except UserError as refused:
         kept["refused"] = str(refused)
     else:
-        write_whole(folder / f"{name}.hlo.gz", gzip.compress(made.compiled.text.encode(), 6))
-        large = ("timeline", "alive", "graph")
-        kept["report"] = {key: value for key, value in report.items() if key not in large}
+        text = without_places(made.compiled.text).encode()
+        write_whole(folder / f"{name}.hlo.xz", lzma.compress(text, preset=9))
+        kept["report"] = {
+            "time": {key: report["time"][key] for key in ("step", "mfu")},
+            "memory": {key: report["memory"][key] for key in ("total", "fits")},
+            "kernels": report.get("kernels", []),
+        }
     kept["seconds"] = time.perf_counter() - began
     write_whole(folder / f"{name}.json", json.dumps(kept, allow_nan=False) + "\n")
+
+
+def without_places(text: str) -> str:
+    """Leave out where each instruction stands in the source, which no price asks for and which is
+    most of a program's text; the scopes stay.
+    """
+    bare = _TABLES.sub("", text)
+    return _METADATA.sub(lambda found: f"metadata={{{found[1] or ''}}}", bare)
 
 
 def price_program(step: Translation, text: Path) -> Priced:
@@ -143,8 +184,8 @@ def price_program(step: Translation, text: Path) -> Priced:
       UserError: the file cannot be read or is damaged.
     """
     try:
-        program = gzip.decompress(read_bytes(text)).decode()
-    except (OSError, EOFError, ValueError) as error:
+        program = lzma.decompress(read_bytes(text)).decode()
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
         raise UserError(
             f"{text} is damaged ({error}): remove it, and it is compiled again"
         ) from error
