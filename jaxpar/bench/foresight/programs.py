@@ -34,7 +34,7 @@ from jaxpar.rehearse.timeline import read_and_price, replay
 _FORMAT = 2
 """The version of what stands in a folder."""
 _TABLES = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n.*?\n\n", re.M | re.S)
-_METADATA = re.compile(r'metadata=\{(op_name="[^"]*")?[^}]*\}')
+_METADATA = re.compile(r'(?<=, )metadata=\{(op_name="[^"]*")?[^}]*\}')
 
 
 class StoredProgram(NamedTuple):

@@ -13,6 +13,7 @@ from bench.foresight.published import LLAMA, row_of, text_of
 from tiers import MARKS
 
 from jaxpar.base.errors import UserError
+from jaxpar.base.machine import versions
 from jaxpar.bench.foresight import board as subject
 from jaxpar.bench.foresight.programs import Priced, program_name
 from jaxpar.bench.foresight.rows import parse_rows, published_rows
@@ -38,7 +39,7 @@ def stored(folder: Path, row: Any, refused: str = "") -> None:
         "memory": {"total": 2**34, "fits": True},
         "kernels": [{"priced": "pallas_gpu", "runs": "cuDNN"}],
     }
-    kept = {"refused": refused, "report": {} if refused else report}
+    kept = {"refused": refused, "report": {} if refused else report, "versions": versions()}
     (folder / f"{program_name(translate(row))}.json").write_text(json.dumps(kept))
 
 
@@ -184,8 +185,8 @@ def test_a_quick_board_of_small_steps(tmp_path: Path, platform: str, capsys) -> 
 def test_the_quick_row_of_an_h100(tmp_path: Path, platform: str) -> None:
     """The cheapest published row there is, a step of GPT-2 124M that was measured on one H100."""
     (row,) = subject.quick_rows(subject.choose_rows(published_rows(), ["jaxpar-gpt2_124m"]))
-    board = subject.make_board([row], tmp_path)
+    board = subject.make_board([row], tmp_path, anew=True)
     (found,) = board["rows"]
-    assert found["fits"] and found["program"]
+    assert found["fits"] and list(tmp_path.glob(f"{found['program']}.hlo.xz"))
     assert abs(found["predicted"] / found["measured"] - 1) < 0.2  # the worst of ten is 11 %
     assert abs(found["memory"] / found["stated_memory"] - 1) < 0.1  # the worst of ten is 8 %
