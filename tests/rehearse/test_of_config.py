@@ -233,7 +233,7 @@ def test_the_command_from_config_to_json(tmp_path, capsys, monkeypatch):
     name.write_text(to_toml(IN_FLOAT32))
     found = compiled(IN_FLOAT32, SIMULATED)
     monkeypatch.setattr(subject, "compile_step", lambda *_: found)
-    monkeypatch.setattr("jaxpar.cli.rehearse.load_target", lambda _: SIMULATED)
+    monkeypatch.setattr("jaxpar.cli.rehearse.target_of", lambda *_: SIMULATED)
     assert (
         main(
             [
