@@ -27,6 +27,7 @@ from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import output_axis
 from jaxpar.models.masks import mean_keys
 from jaxpar.parallel.pipeline.layers import layers_in
+from jaxpar.plan.closed_form.work import MADE_BY
 from jaxpar.plan.communication import recompute_bytes, step_collectives
 from jaxpar.plan.memory_account import loss_cut
 from jaxpar.train.activations import Activation, activations
@@ -215,22 +216,6 @@ def items_of(experiment: Experiment, hardware: Hardware, offload: bool) -> list[
     return found
 
 
-_MADE_BY = {
-    "q": "q",
-    "k": "k",
-    "v": "v",
-    "attention_proj": "out",
-    "mlp_input": "out",
-    "gate": "gate",
-    "up": "up",
-    "shared_gate": "shared_gate",
-    "shared_up": "shared_up",
-    "mlp_out": "down",
-    "expert_out": "down",
-}
-"""The weight that an activation is a product with."""
-
-
 def _seconds_to_make(one: Activation, experiment: Experiment, hardware: Hardware) -> float:
     """Compute the seconds to make an activation of one block: its matmul or its pass over memory,
     whichever is longer.
@@ -251,7 +236,7 @@ def _matmul_flops(one: Activation, experiment: Experiment) -> float:
     """
     model = experiment.model
     plan = experiment.plan
-    name = _MADE_BY.get(one.name, "")
+    name = MADE_BY.get(one.name, "")
     if not name:
         return 0.0
     weight = model.shapes()["blocks"].get(name)

@@ -5,33 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from made_up_cpu import FIGURES
 
 from jaxpar.hlo.program.parse import parse_module
 from jaxpar.hlo.program.tasks import Task
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.work.vector_work import ALL_THREADS, VectorWork
 from jaxpar.rehearse.cpu_cost import price_on_cpu, task_seconds
-from jaxpar.rehearse.here import CpuFigures, CpuRates, hardware_of_cpus
+from jaxpar.rehearse.here import hardware_of_cpus
 from jaxpar.rehearse.link_costs import CollectiveTime
 
-RATES = CpuRates(
-    matmul_float32=((1e6, 100e9),),
-    narrow_float32=((1e6, 25e9),),
-    matmul_bfloat16=((1e6, 50e9),),
-    narrow_bfloat16=((1e6, 5e9),),
-    memory=((1e6, 20e9),),
-    strided=((1e6, 0.5e9),),
-    simple=10e9,
-    costly=1e9,
-    tasks=1e6,
-)
-FIGURES = CpuFigures(
-    cores=2,
-    alone=RATES,
-    together=replace(RATES, simple=20e9, costly=2e9, strided=((1e6, 1e9),), tasks=2e6),
-    call=10e-6,
-    argument=2e-6,
-)
 MATMUL = Task("dot", "dot", "matmul", flops=1e9, dtype="f32")
 FUSION = Task("fusion", "fusion", "fusion", bytes=1_000, dtype="f32")
 EVERY = VectorWork(threads=ALL_THREADS)

@@ -9,6 +9,7 @@ import pytest
 from bench.foresight.published import LLAMA, row_of
 from damage import NONSENSE
 
+from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import describe, total_sizes
 from jaxpar.bench.foresight.remat import POLICIES, kept_activations
@@ -207,7 +208,8 @@ def test_every_policy_is_accepted_by_every_family() -> None:
     for model in ("llama2-7b", "gpt3-22b", "gemma3-12b", "mixtral-8x7b"):
         for policy in POLICIES:
             changes = {"model": model, "remat_policy": policy}
-            translate(row_of(**changes | {"kv_heads": 32}))
+            step = translate(row_of(**changes | {"kv_heads": 32}))
+            assert check(step.config) == step.config
 
 
 def test_what_differs_is_listed() -> None:
