@@ -170,6 +170,28 @@ def read_and_price(
         that a collective uses.
     """
     where = places(list(mesh.devices.flat), target)
+    return price_at_places(text, where, target, package_dirs)
+
+
+def price_at_places(
+    text: str,
+    where: Sequence[Position],
+    target: Target,
+    package_dirs: PackageDirs | None = None,
+) -> Priced:
+    """Read the text of a compiled program, and price its tasks, where the places of its devices are
+    known; no compiler is asked.
+
+    Args:
+      text: the text of a scheduled module, `compiled.as_text()`.
+      where: the places of the program's devices, in its order, as `targets.places` finds them.
+      target: the system whose figures price the tasks.
+      package_dirs: where source lines are looked for, as in `read_program`.
+
+    Raises:
+      UserError: the text is damaged or no compiled module's, or the target has no figure for a link
+        that a collective uses.
+    """
     if target.platform == "tpu" and target.slices > 1:
         slice_of = [place.slice for place in where]
     else:
@@ -182,7 +204,7 @@ def read_and_price(
         costs, assumed = price(program, target.hardware, on_links)
     else:
         module = parse_module(text)
-        costs, assumed = price_on_cpu(program, module, target.cpu, mesh.size, on_links)
+        costs, assumed = price_on_cpu(program, module, target.cpu, len(where), on_links)
     return Priced(program, costs, assumed)
 
 

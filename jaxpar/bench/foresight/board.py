@@ -241,7 +241,7 @@ def _compilers(stored: StoredProgram) -> str:
 
 def _predict(made: BoardRow, step: Translation, stored: StoredProgram) -> None:
     """Fill in what the stored program says by the prices of today."""
-    priced = price_program(step, stored.text)
+    priced = price_program(step, stored)
     made["program"] = stored.text.name.removesuffix(".hlo.xz")
     time = stored.report["time"]
     made["predicted"] = priced.seconds

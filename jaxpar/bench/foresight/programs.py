@@ -11,7 +11,6 @@ import re
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 from importlib import resources
 from multiprocessing import get_context
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple
 from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError, read_bytes, read_json
-from jaxpar.base.layout.mesh import make_mesh
 from jaxpar.base.machine import versions
 from jaxpar.base.toml import flatten
 from jaxpar.bench.foresight.translate import Translation
@@ -28,8 +26,8 @@ from jaxpar.plan import resolve_and_compile
 from jaxpar.rehearse.of_config import compile_step, on_target, report_of_step
 from jaxpar.rehearse.program_report import lines_of
 from jaxpar.rehearse.report.schema import Line
-from jaxpar.rehearse.targets import load_target
-from jaxpar.rehearse.timeline import read_and_price, replay
+from jaxpar.rehearse.targets import Position, load_target, places
+from jaxpar.rehearse.timeline import price_at_places, replay
 
 _FORMAT = 2
 """The version of what stands in a folder."""
@@ -45,12 +43,14 @@ class StoredProgram(NamedTuple):
         place of others; empty if refused.
       refused: why there is no step; empty = there is one.
       text: the file of the program's text, compressed by xz.
+      places: the places of the program's devices, in its order, which its compiler knew.
       versions: the versions of JAX and of the compilers that made it.
     """
 
     report: dict[str, Any]
     refused: str
     text: Path
+    places: tuple[Position, ...]
     versions: dict[str, str]
 
 
@@ -106,14 +106,25 @@ def kept_program(step: Translation) -> StoredProgram | None:
 def _read_program(file: Path) -> StoredProgram | None:
     if not file.exists():
         return None
-    form = {"report": dict[str, Any], "refused": str, "versions": dict[str, str]}
+    form = {
+        "report": dict[str, Any],
+        "refused": str,
+        "places": list[list[Any]],
+        "versions": dict[str, str],
+    }
     found = read_json(file, form)
     return StoredProgram(
         found.get("report", {}),
         found.get("refused", ""),
         file.with_suffix(".hlo.xz"),
+        tuple(_read_place(place) for place in found.get("places", [])),
         found.get("versions", {}),
     )
+
+
+def _read_place(place: list[Any]) -> Position:
+    slice, coords, core = place
+    return Position(slice, tuple(coords), core)
 
 
 def compile_program(step: Translation, folder: Path) -> StoredProgram:
@@ -149,6 +160,7 @@ def _compile(changes: dict[str, Any], target_name: str, folder: Path, name: str)
     config = override(Config(), changes)
     target = load_target(target_name)
     kept: dict[str, Any] = {"refused": "", "report": {}, "target": target_name, "changes": changes}
+    kept["places"] = []
     kept["versions"] = versions()
     began = time.perf_counter()
     try:
@@ -160,6 +172,7 @@ def _compile(changes: dict[str, Any], target_name: str, folder: Path, name: str)
     else:
         text = without_places(made.compiled.text).encode()
         write_whole(folder / f"{name}.hlo.xz", lzma.compress(text, preset=9))
+        kept["places"] = places(made.compiled.mesh.devices.flat, target)
         kept["report"] = {
             "time": {key: report["time"][key] for key in ("step", "mfu")},
             "memory": {key: report["memory"][key] for key in ("total", "fits")},
@@ -177,20 +190,18 @@ def without_places(text: str) -> str:
     return _METADATA.sub(lambda found: f"metadata={{{found[1] or ''}}}", bare)
 
 
-def price_program(step: Translation, text: Path) -> Priced:
-    """Price a stored program by the figures that the target has today.
+def price_program(step: Translation, stored: StoredProgram) -> Priced:
+    """Price a stored program by the figures that the target has today, without a compiler.
 
     Raises:
       UserError: the file cannot be read or is damaged.
     """
     try:
-        program = lzma.decompress(read_bytes(text)).decode()
+        program = lzma.decompress(read_bytes(stored.text)).decode()
     except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
         raise UserError(
-            f"{text} is damaged ({error}): remove it, and it is compiled again"
+            f"{stored.text} is damaged ({error}): remove it, and it is compiled again"
         ) from error
-    spec = replace(step.config.mesh, distributed=False)
-    mesh = make_mesh(spec, step.target.devices())
-    priced = read_and_price(program, mesh, step.target)
+    priced = price_at_places(program, stored.places, step.target)
     timeline = replay(priced.program, priced.costs)
     return Priced(timeline.seconds, timeline.exposed_communication, lines_of(timeline.tasks))

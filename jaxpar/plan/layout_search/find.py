@@ -108,8 +108,9 @@ def search(
     say(request_line(request))
     notes = list[str]()
     facts = facts_of(request)
-    may_offload = _may_offload(request, rehearsals > 0 and measure is None, notes)
-    ladder = ladder_of(request, facts.has_moments, may_offload)
+    ladder = ladder_of(request, facts.has_moments, may_offload=True)
+    if rehearsals > 0 and measure is None and not _may_offload(request, notes):
+        ladder = ladder_of(request, facts.has_moments, may_offload=False)
     price_of = price_of or closed_forms
     price = price_of(request)
     meshes = layouts(request, facts)
@@ -174,10 +175,10 @@ def _processes(target: Target, folder: Path, workers: int) -> Measure:
     return measure
 
 
-def _may_offload(request: Request, has_compiler: bool, notes: list[str]) -> bool:
-    """Return whether the target's host memory may be used; a note says why not."""
-    if not has_compiler:
-        return True
+def _may_offload(request: Request, notes: list[str]) -> bool:
+    """Return whether the target's host memory may be used, which its compiler knows; a note says
+    why not.
+    """
     device = request.target.devices()[0]
     try:
         check_offload("a plan", device, request.config.memory.offload_anyway)

@@ -15,7 +15,7 @@ from tiers import MARKS
 from jaxpar.base.errors import UserError
 from jaxpar.base.machine import versions
 from jaxpar.bench.foresight import board as subject
-from jaxpar.bench.foresight.programs import Priced, program_name
+from jaxpar.bench.foresight.programs import Priced, StoredProgram, program_name
 from jaxpar.bench.foresight.rows import parse_rows, published_rows
 from jaxpar.bench.foresight.translate import translate
 from jaxpar.cli.main import main
@@ -48,8 +48,8 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files whose programs were priced, each at 3.6 seconds; compiling fails the test."""
     files = list[str]()
 
-    def price(step: Any, text: Path) -> Priced:
-        files.append(text.name)
+    def price(step: Any, stored: StoredProgram) -> Priced:
+        files.append(stored.text.name)
         return Priced(3.6, 0.36, [LINE])  # pyright: ignore[reportArgumentType]
 
     def compile_it(step: Any, folder: Path) -> None:

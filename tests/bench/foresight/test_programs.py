@@ -12,6 +12,7 @@ import pytest
 from jaxpar.base.errors import UserError
 from jaxpar.bench.foresight import board as subject
 from jaxpar.bench.foresight.programs import (
+    StoredProgram,
     find_program,
     kept_program,
     price_program,
@@ -90,7 +91,7 @@ def test_a_program_by_other_compilers_is_named_and_a_damaged_one_is_refused(
     file = tmp_path / "x.hlo.xz"
     file.write_bytes(lzma.compress(b"HloModule")[:-3])
     with pytest.raises(UserError, match="is damaged"):
-        price_program(step, file)
+        price_program(step, StoredProgram({}, "", file, (), {}))
 
 
 @pytest.mark.slow
