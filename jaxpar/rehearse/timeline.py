@@ -14,7 +14,7 @@ left.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from jaxpar.kernels.attention.libraries import kernel_cost
 from jaxpar.rehearse.cost import COMPUTE, Cost, Costs, price
 from jaxpar.rehearse.cpu_cost import price_on_cpu
 from jaxpar.rehearse.link_costs import collective_time
-from jaxpar.rehearse.targets import Target, places
+from jaxpar.rehearse.targets import Position, Target, places
 
 WAITS_FOR_HOST = ("host_copy", "host_compute")
 """The kinds of task for which compute waits for the host."""
