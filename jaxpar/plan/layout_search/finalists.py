@@ -37,6 +37,10 @@ what the closed forms say of two kinds is no surer.
 """
 _REFUSED_BY = 0.02
 """The share of the budget by which a plan that the compiler refused is taken to be too large."""
+_SAME = 1.005
+"""The multiple of the fastest plan's time up to which plans count as equally fast: of those the
+one that splits along fewest axes comes first.
+"""
 _NEAR = 1.05
 """The multiple of a plan's time up to which its other policies are contenders too."""
 
@@ -73,7 +77,19 @@ def contenders(of: Round, correction: Correction) -> list[Priced]:
         else:
             found.pop(one.plan.candidate, None)
     right = [one for one in found.values() if correction.bytes(one) <= of.request.budget]
-    return sorted(right, key=lambda one: (correction.seconds(one), one.bytes))
+    return _in_order(right, correction)
+
+
+def _in_order(plans: Sequence[Priced], correction: Correction) -> list[Priced]:
+    """Sort plans by their time, and those that are as fast as the fastest by their axes."""
+    fastest = min((correction.seconds(one) for one in plans), default=0.0)
+
+    def key(plan: Priced) -> tuple[float, int, float, float]:
+        seconds = correction.seconds(plan)
+        axes = sum(size > 1 for size in plan.candidate.sizes)
+        return (max(seconds, _SAME * fastest), axes, seconds, plan.bytes)
+
+    return sorted(plans, key=key)
 
 
 def _other_policies(plan: Priced, of: Round, room: float) -> list[Priced]:
