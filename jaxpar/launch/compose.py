@@ -21,7 +21,8 @@ from jaxpar.base.errors import Say, UserError, require_local
 from jaxpar.base.machine import versions
 from jaxpar.launch.small_loss import loss_after
 from jaxpar.plan.compositions import Gain, Study, compose, point_line
-from jaxpar.plan.rehearsal_cache import Figures, Point, find_same, rehearse_point
+from jaxpar.plan.figures import Figures, Point, find_same
+from jaxpar.plan.rehearsal_cache import rehearse_point
 from jaxpar.plan.settings import Setting
 from jaxpar.rehearse.targets import Target
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text, count_text
 from jaxpar.base.errors import Say, UserError
-from jaxpar.plan.rehearsal_cache import Figures, Point, find_same
+from jaxpar.plan.figures import Figures, Point, find_same
 from jaxpar.plan.settings import NoEffect, Setting, apply_settings
 
 MOST_SUBSETS = 32

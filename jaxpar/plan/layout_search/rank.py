@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 from jaxpar.base.errors import Say
 from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.engine import Price, Priced
 from jaxpar.plan.layout_search.facts import Facts
 from jaxpar.plan.layout_search.infeasible import Infeasible
 from jaxpar.plan.layout_search.layouts import Layout, batchings, refused_layout
-from jaxpar.plan.layout_search.memory_choices import Ladder, Price, Priced, best_rung, on_top
+from jaxpar.plan.layout_search.memory_choices import Ladder, best_rung, on_top
 from jaxpar.plan.layout_search.request import Request
 
 BEHIND = 1.3
