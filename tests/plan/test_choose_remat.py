@@ -167,4 +167,6 @@ def test_the_fastest_actions_fit_and_none_that_fits_is_faster() -> None:
         for policy in ("dots", "attention_out", "selective", "full"):
             other = question.price(question.base._replace(policy=policy))
             assert other.bytes.total > room or other.seconds >= (1 - 1e-9) * found.seconds
-    assert fastest_actions(question.base, question.names, question.price, 0.9 * least, False) is None
+    assert (
+        fastest_actions(question.base, question.names, question.price, 0.9 * least, False) is None
+    )

@@ -107,7 +107,7 @@ def rehearse_finalists(
             say(f"rehearsed {plan_text(one.plan.candidate)}: {_outcome(one)}")
         return found
 
-    try_rounds(rounds(), attempt, tried)
+    try_rounds(rounds(), attempt, tried, at_once)
     return known(), contenders(space, known())
 
 

@@ -15,20 +15,24 @@ def try_rounds(
     rounds: Iterable[Sequence[Candidate]],
     attempt: Callable[[Sequence[Candidate]], Sequence[Result]],
     tried: dict[Candidate, Result],
+    at_once: int = 1,
 ) -> dict[Candidate, Result]:
     """Try the candidates of some rounds, each once.
 
     Args:
       rounds: the rounds. One that depends on earlier ones looks into `tried`.
-      attempt: tries candidates, all of one round at once.
-      tried: gets the result of each candidate before the next round is asked for.
+      attempt: tries candidates.
+      tried: gets the results as soon as they are known.
+      at_once: the most candidates that are tried at once.
 
     Returns:
       `tried`, in the order of the attempts.
     """
     for chosen in rounds:
         new = [one for one in dict.fromkeys(chosen) if one not in tried]
-        tried.update(zip(new, attempt(new), strict=True))
+        while new:
+            now, new = new[:at_once], new[at_once:]
+            tried.update(zip(now, attempt(now), strict=True))
     return tried
 
 
