@@ -24,7 +24,7 @@ from jaxpar.base.machine import memory_of
 from jaxpar.parallel.host_memory import compile_absent, lower_for
 from jaxpar.plan.budget_space import Question, config_of, question_of, reasons, space_of
 from jaxpar.plan.choose_overlap import choose_overlap
-from jaxpar.plan.engine import Outcome, Priced, rehearse_finalists, winner_of
+from jaxpar.plan.engine import Correction, Outcome, Priced, rehearse_finalists, winner_of
 from jaxpar.plan.figures import Figures
 from jaxpar.rehearse.report.memory import allocated_bytes, needs_and_has
 from jaxpar.rehearse.targets import Target
@@ -159,21 +159,22 @@ def solve_budget(
     tried = list[CompiledPlan]()
     last = ""
 
-    def measure(plans: Sequence[Priced]) -> list[Outcome]:
+    def measure(plans: Sequence[Priced], known: Correction) -> list[Outcome]:
         nonlocal last
         (plan,) = plans
+        predicted = round(known.bytes(plan))
         say(
             f"compiling {len(tried) + 1} of at most {_ROUNDS}{last}: "
             f"{reasons(plan, question)}; "
-            f"predicted {bytes_text(plan.bytes)} of {bytes_text(budget)}"
+            f"predicted {bytes_text(predicted)} of {bytes_text(budget)}"
         )
         began = time.perf_counter()
-        one = _compile(question, plan, platform, target)
+        one = _compile(question, plan, predicted, platform, target)
         last = f" (the last took {time.perf_counter() - began:.0f} s)"
         tried.append(one)
         sizes = f"predicted {bytes_text(one.predicted)}, compiled {bytes_text(one.compiled)}"
         say(f"{sizes} of {bytes_text(budget)}{_rehearsal_text(one)}")
-        return [Outcome(_figures(one, experiment.tokens, budget))]
+        return [Outcome(_figures(one, known, experiment.tokens, budget))]
 
     correction, best = rehearse_finalists(space, measure, _ROUNDS)
     winner = winner_of(best, correction)
@@ -187,10 +188,7 @@ def solve_budget(
 
 
 def _compile(
-    question: Question,
-    plan: Priced,
-    platform: str,
-    target: Target | None,
+    question: Question, plan: Priced, predicted: int, platform: str, target: Target | None
 ) -> CompiledPlan:
     """Compile a plan, and for a target play it out."""
     assigned = with_config(question.experiment, config_of(question, plan.candidate))
@@ -198,7 +196,7 @@ def _compile(
     played = None
     if target is not None and text:
         played = simulate(text, assigned.plan.mesh, target)
-    return CompiledPlan(plan, assigned, round(plan.bytes), allocated, played, program)
+    return CompiledPlan(plan, assigned, predicted, allocated, played, program)
 
 
 def compiled_bytes(
@@ -240,15 +238,19 @@ def compiled_bytes(
         return found[0], "", None
 
 
-def _figures(one: CompiledPlan, tokens: int, budget: int) -> Figures:
+def _figures(one: CompiledPlan, known: Correction, tokens: int, budget: int) -> Figures:
     """Return the figures of a compiled plan; its seconds are expected where nothing was played."""
-    expected = one.plan.estimate
-    seconds = one.plan.seconds if one.played is None else one.played.seconds
+    if one.played is None:
+        waits = known.waits(one.plan)
+        seconds = known.busy(one.plan) + waits
+    else:
+        waits = one.played.host_stall
+        seconds = one.played.seconds
     return Figures(
         step=seconds,
         tokens_per_second=tokens / seconds,
-        exposed=0.0,
-        host_stall=expected.host if one.played is None else one.played.host_stall,
+        exposed=0.0 if one.played is None else one.played.exposed_communication,
+        host_stall=waits,
         mfu=None,
         memory=one.compiled,
         usable=budget,

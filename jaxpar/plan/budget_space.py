@@ -158,7 +158,7 @@ def _candidate(experiment: Experiment) -> Candidate:
     config = experiment.config
     sizes = experiment.plan.mesh.shape
     across = tuple(getattr(config.mesh.dcn, axis) for axis in MESH_AXES)
-    mesh = tuple(sizes[axis] // way for axis, way in zip(MESH_AXES, across, strict=True))
+    mesh = tuple(sizes.get(axis, 1) // way for axis, way in zip(MESH_AXES, across, strict=True))
     return candidate_of(config)._replace(
         mesh=mesh,
         dcn=across,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from jaxpar.base.layout.activation_names import Action
@@ -35,11 +36,6 @@ class Item(NamedTuple):
 
     names: tuple[str, ...]
     options: tuple[Option, ...]
-
-    def without_offload(self) -> Item:
-        """Return these activations without the choice of host memory."""
-        kept = [option for option in self.options if option.action != "offload"]
-        return Item(self.names, tuple(kept))
 
 
 class ActionCosts(NamedTuple):
@@ -155,9 +151,7 @@ def fastest_actions(
       The plan, which makes again all that its `keep` does not name; None = nothing fits.
     """
     base = start._replace(policy="full", keep=())
-    items = list(items_of(base, names, price, offload))
-    costs = costs_of(base, items, price)
-    unbeaten = frontier(items)
+    (items, costs, unbeaten) = _choices(base, tuple(names), price, offload)
     best: Priced | None = None
     found = priced(base, price)
     others = set[float]()
@@ -173,6 +167,15 @@ def fastest_actions(
         if found.bytes <= room and (best is None or found.seconds < best.seconds):
             best = found
     return best
+
+
+@lru_cache(maxsize=256)
+def _choices(
+    base: Candidate, names: tuple[str, ...], price: Price, offload: bool
+) -> tuple[list[Item], ActionCosts, list[Solution]]:
+    """Find what a plan may choose, what it costs, and the assignments that no other beats."""
+    items = list(items_of(base, names, price, offload))
+    return items, costs_of(base, items, price), frontier(items)
 
 
 _ROUNDS = 4

@@ -155,7 +155,7 @@ def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -
 
     def played(text: str, *_: Any) -> Any:
         waits = 2 * int(text) / link
-        return SimpleNamespace(seconds=1 + waits, host_stall=waits)
+        return SimpleNamespace(seconds=1 + waits, host_stall=waits, exposed_communication=0.0)
 
     monkeypatch.setattr(subject, "compiled_bytes", compiled)
     monkeypatch.setattr(subject, "simulate", played)
@@ -208,7 +208,7 @@ def test_a_loss_that_holds_less_is_weighed_before_host_memory(
 def _compiled(plan: Priced, size: int) -> Rehearsed:
     """A plan that takes so many bytes by the compiler."""
     one = subject.CompiledPlan(plan, make_experiment(Config(), jax.devices()[:1]), 0, size)
-    figures = subject._figures(one, 1024, 1 << 40)
+    figures = subject._figures(one, Correction(), 1024, 1 << 40)
     return Rehearsed(plan, Outcome(figures).figures)
 
 

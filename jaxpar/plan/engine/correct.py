@@ -112,14 +112,20 @@ class Correction(NamedTuple):
             total += weight
         return found / total
 
+    def busy(self, plan: Priced) -> float:
+        """Return the corrected seconds of a plan without those that wait for host memory."""
+        return _busy(plan) * self.factor(plan.candidate)
+
+    def waits(self, plan: Priced) -> float:
+        """Return the corrected seconds of a plan that wait for host memory."""
+        return plan.estimate.host * self.host_factor(plan.candidate)
+
     def seconds(self, plan: Priced) -> float:
         """Return the corrected seconds of a plan; a rehearsed plan has those of its rehearsal."""
         known = self.of(plan.candidate)
         if known is not None and known.figures is not None:
             return known.figures.step
-        candidate = plan.candidate
-        waits = plan.estimate.host * self.host_factor(candidate)
-        found = _busy(plan) * self.factor(candidate) + waits
+        found = self.busy(plan) + self.waits(plan)
         return _HOST * found if plan.estimate.host > 0 else found
 
     def bytes(self, plan: Priced) -> float:

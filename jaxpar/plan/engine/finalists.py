@@ -13,7 +13,7 @@ from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import Say
 from jaxpar.plan.candidate import plan_text
 from jaxpar.plan.engine.correct import Correction, Rehearsed, unlike
-from jaxpar.plan.engine.priced import Measure, Outcome, Priced
+from jaxpar.plan.engine.priced import Outcome, Priced
 from jaxpar.plan.engine.rounds import try_rounds
 from jaxpar.rehearse.report.report_tables import seconds_text
 
@@ -25,6 +25,10 @@ worth a compilation.
 """
 _REFUSED_BY = 0.02
 """The share of the budget by which a plan that the compiler refused is taken to be too large."""
+
+
+Measure = Callable[[Sequence[Priced], Correction], Sequence[Outcome]]
+"""Rehearses plans, with what the rehearsals before them say."""
 
 
 class Space(NamedTuple):
@@ -101,7 +105,7 @@ def rehearse_finalists(
             yield chosen
 
     def attempt(plans: Sequence[Priced]) -> list[Rehearsed]:
-        outcomes = zip(plans, measure(plans), strict=True)
+        outcomes = zip(plans, measure(plans, known()), strict=True)
         found = [_rehearsed(plan, outcome, space.budget) for plan, outcome in outcomes]
         for one in found:
             say(f"rehearsed {plan_text(one.plan.candidate)}: {_outcome(one)}")

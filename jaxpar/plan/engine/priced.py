@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxpar.plan.candidate import Candidate
@@ -42,7 +42,3 @@ class Outcome(NamedTuple):
     refused: str = ""
     too_large: bool = False
     """Whether the compiler refused it for its memory."""
-
-
-Measure = Callable[[Sequence[Priced]], Sequence[Outcome]]
-"""Rehearses plans."""

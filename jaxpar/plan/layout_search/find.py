@@ -128,7 +128,7 @@ def search(
         rehearse = measure or _rehearse_with(request, folder or Path(own), workers)
         correction, best = rehearse_finalists(
             space_of(choices, ranking.plans),
-            lambda plans: rehearse([request.config_of(plan.candidate) for plan in plans]),
+            lambda plans, _: rehearse([request.config_of(plan.candidate) for plan in plans]),
             rehearsals,
             workers,
             say,

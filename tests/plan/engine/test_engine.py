@@ -67,7 +67,7 @@ def search(plans: Sequence[Priced], more: float, most: int = 3, **options: objec
     """Rehearse plans that take so many GiB more than expected, of 10."""
     seen = list[Priced]()
 
-    def measure(chosen: Sequence[Priced]) -> list[Outcome]:
+    def measure(chosen: Sequence[Priced], known: Correction) -> list[Outcome]:
         seen.extend(chosen)
         return [outcome(one) for one in chosen]
 
