@@ -10,10 +10,9 @@ from jaxpar.base.config import Config
 from jaxpar.models import Model
 from jaxpar.plan.candidate import Candidate, candidate_of
 from jaxpar.plan.closed_form import Bytes, Estimate
-from jaxpar.plan.layout_search.memory_choices import Price
-from jaxpar.plan.layout_search.processes import Outcome
+from jaxpar.plan.engine import Outcome, Price
+from jaxpar.plan.figures import Figures
 from jaxpar.plan.layout_search.request import Request
-from jaxpar.plan.rehearsal_cache import Figures
 
 PEAK = 200e12
 LINK = 1e11

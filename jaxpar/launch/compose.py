@@ -11,7 +11,8 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from jaxpar.base.config import Config
 from jaxpar.base.errors import Say, UserError, require_local
 from jaxpar.base.machine import versions
 from jaxpar.launch.small_loss import loss_after
-from jaxpar.plan.compositions import Gain, Study, compose, point_line
-from jaxpar.plan.rehearsal_cache import Figures, Point, find_same, rehearse_point
+from jaxpar.plan.compositions import Gain, Study, compose, point_line, try_point
+from jaxpar.plan.engine import one_by_one, try_rounds
+from jaxpar.plan.figures import Figures, Point
+from jaxpar.plan.rehearsal_cache import rehearse_point
 from jaxpar.plan.settings import Setting
 from jaxpar.rehearse.targets import Target
 
@@ -123,13 +126,19 @@ def rehearse_trials(
 
     require_local(folder)
     target.devices()  # a compiler that is missing is said once
-    points = list[Point]()
-    for name, config in trials.items():
-        point = _trial(name, config, target, folder, say)
-        if point.figures is not None:
-            point = replace(point, same_as=find_same(points, point.figures))
-        points.append(point)
-        say(f"[{len(points)}/{len(trials)}] {point_line(point)}")
+    known = dict[str, Point]()
+
+    def attempt(name: str) -> Point:
+        point = try_point((name,), partial(figures_of, trials[name]), known.values())
+        say(f"[{len(known) + 1}/{len(trials)}] {point_line(point)}")
+        return point
+
+    def figures_of(config: Config | UserError) -> Figures:
+        if isinstance(config, UserError):
+            raise config
+        return rehearse_point(config, target, folder / POINTS, say)
+
+    points = list(try_rounds([list(trials)], one_by_one(attempt), known).values())
     _write_points(points, folder / "results.csv")
     if any(point.figures for point in points):
         title = f"rehearsed on {target.name}"
@@ -137,15 +146,6 @@ def rehearse_trials(
     else:
         say("no combination could be rehearsed, so there is no picture")
     return points
-
-
-def _trial(name: str, config: Config | UserError, target: Target, folder: Path, say: Say) -> Point:
-    if isinstance(config, UserError):
-        return Point((name,), refused=str(config))
-    try:
-        return Point((name,), rehearse_point(config, target, folder / POINTS, say))
-    except UserError as error:
-        return Point((name,), refused=str(error))
 
 
 def _write_points(points: Sequence[Point], file: Path) -> None:

@@ -1,48 +1,43 @@
 """This module settles what a config leaves open: its overlap, and a memory budget.
 
-A budget is solved for the fastest step that fits: `jaxpar.plan.choose_remat` has the choices, what
-they cost, and the best of them; `jaxpar.plan.memory_search` predicts the bytes of each. The winner
-is compiled, and what the compiler says corrects the prediction for all: three compilations at most.
+A budget is the search of `jaxpar.plan.engine` with all keys fixed but those of memory
+(`jaxpar.plan.budget_space`). The plan that should be the fastest is compiled, and what the compiler
+says corrects the closed forms for all others: three compilations at most.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
 
+from jaxpar.base.compiled_for import compiling_for
 from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import Say, UserError
 from jaxpar.base.hardware import Hardware, hardware_of, lowering_platform, usable_bytes
-from jaxpar.base.layout.activation_names import Action
+from jaxpar.base.jax_compat import compiler_message
 from jaxpar.base.machine import memory_of
+from jaxpar.parallel.host_memory import compile_absent, lower_for
+from jaxpar.plan.budget_space import Question, config_of, question_of, reasons, space_of
 from jaxpar.plan.choose_overlap import choose_overlap
-from jaxpar.plan.choose_remat import Solution
-from jaxpar.plan.memory_search import (
-    CompiledSolution,
-    Outer,
-    Prediction,
-    Say,
-    SearchSpace,
-    compile_solution,
-    corrected,
-    first_predictions,
-)
+from jaxpar.plan.engine import Correction, Outcome, Priced, rehearse_finalists, winner_of
+from jaxpar.plan.figures import Figures
+from jaxpar.rehearse.report.memory import allocated_bytes, needs_and_has
 from jaxpar.rehearse.targets import Target
+from jaxpar.rehearse.timeline import Timeline, simulate
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment, with_config
 from jaxpar.train.state_memory import more_devices, more_microbatches
+from jaxpar.train.step import make_train_step
 from jaxpar.train.teacher_memory import teacher_bytes
 
 MARGIN = 0.05
 """The share of a device's memory that `auto` leaves free."""
 _ROUNDS = 3  # the most compilations
-_WORTH = 0.99  # share of the best step's time; a smaller gain is not worth a compilation
 _UNITS = {
     "": 1,
     "B": 1,
@@ -107,26 +102,24 @@ def resolve_and_compile(
     return best.experiment, best.program
 
 
-class Candidate(NamedTuple):
-    """An assignment that could be compiled, with its prediction."""
+class CompiledPlan(NamedTuple):
+    """A plan that was compiled.
 
-    prediction: Prediction
-    solution: Solution
+    Attributes:
+      plan: the plan, as the closed forms have it.
+      experiment: the experiment with it.
+      predicted: the bytes of a device that were predicted.
+      compiled: the bytes of a device that the compiler says.
+      played: the step in the rehearsal; None = not played, because the devices are at hand.
+      program: the compiled step; None = the compiler refused it.
+    """
 
-    @property
-    def bytes(self) -> int:
-        """The bytes of a device that the assignment is predicted to take."""
-        return self.prediction.bytes(self.solution)
-
-    @property
-    def rank(self) -> float:
-        """The seconds by which candidates are compared."""
-        return self.prediction.rank(self.solution)
-
-    def is_of(self, one: CompiledSolution) -> bool:
-        """Return whether this is the assignment that was compiled there."""
-        outer = self.prediction.space.outer
-        return one.outer == outer and one.solution.actions == self.solution.actions
+    plan: Priced
+    experiment: Experiment
+    predicted: int
+    compiled: int
+    played: Timeline | None = None
+    program: jax.stages.Compiled | None = None
 
 
 def solve_budget(
@@ -135,7 +128,7 @@ def solve_budget(
     hardware: Hardware,
     say: Say = lambda line: None,
     target: Target | None = None,
-) -> tuple[CompiledSolution, list[CompiledSolution]]:
+) -> tuple[CompiledPlan, list[CompiledPlan]]:
     """Find the fastest settings that fit `memory.budget`.
 
     What `memory.may` names may change as well as the activations. If the devices belong to a
@@ -156,105 +149,114 @@ def solve_budget(
       UserError: the budget is no size, or below what the plan takes with the least kept; the
         message says what would lower that.
     """
-    config = experiment.config
-    budget = budget_bytes(config.memory.budget, hardware, experiment.devices[0])
+    asked = experiment.config.memory.budget
+    budget = budget_bytes(asked, hardware, experiment.devices[0])
     if taken := teacher_bytes(experiment):
         say(f"a teacher runs beside: {bytes_text(taken)} of {bytes_text(budget)} are its own")
         budget -= taken
-    predictions = first_predictions(experiment, platform, hardware, say)
-    # of the space that is thought to need the least, from the first guess on
-    smallest = min(predictions, key=lambda one: one.bytes(one.space.least)).space.outer
-    tried = list[CompiledSolution]()
-    best = None
+    question = question_of(experiment, platform, hardware, target, say)
+    space = space_of(question, budget, MARGIN)
+    tried = list[CompiledPlan]()
     last = ""
-    while len(tried) < _ROUNDS:
-        by_outer = {one.space.outer: one for one in predictions}
-        candidate = _next_candidate(by_outer, by_outer[smallest], budget, tried, best)
-        if candidate is None:
-            break
+
+    def measure(plans: Sequence[Priced], known: Correction) -> list[Outcome]:
+        nonlocal last
+        (plan,) = plans
+        predicted = round(known.bytes(plan))
         say(
-            f"compiling {len(tried) + 1} of at most {_ROUNDS}{last}: {reasons(candidate)}; "
-            f"predicted {bytes_text(candidate.bytes)} of {bytes_text(budget)}"
+            f"compiling {len(tried) + 1} of at most {_ROUNDS}{last}: "
+            f"{reasons(plan, question)}; "
+            f"predicted {bytes_text(predicted)} of {bytes_text(budget)}"
         )
         began = time.perf_counter()
-        found = compile_solution(candidate.prediction, candidate.solution, target)
+        one = _compile(question, plan, predicted, platform, target)
         last = f" (the last took {time.perf_counter() - began:.0f} s)"
-        predictions = [corrected(one, found) for one in predictions]
-        tried.append(found)
-        sizes = f"predicted {bytes_text(found.predicted)}, compiled {bytes_text(found.compiled)}"
-        say(f"{sizes} of {bytes_text(budget)}{_rehearsal_text(found)}")
-        if found.compiled <= budget and (best is None or not _is_slower(found, best)):
-            best = found
-    by_outer = {one.space.outer: one for one in predictions}
-    if best is None:
+        tried.append(one)
+        sizes = f"predicted {bytes_text(one.predicted)}, compiled {bytes_text(one.compiled)}"
+        say(f"{sizes} of {bytes_text(budget)}{_rehearsal_text(one)}")
+        return [Outcome(_figures(one, known, experiment.tokens, budget))]
+
+    correction, best = rehearse_finalists(space, measure, _ROUNDS)
+    winner = winner_of(best, correction)
+    found = next((one for one in tried if one.plan == winner and one.compiled <= budget), None)
+    if found is None:
         nearest = min(tried, key=lambda one: one.compiled)
-        raise UserError(_too_small_message(budget, nearest, by_outer[smallest].space, config))
-    why = reasons(Candidate(by_outer[best.outer], best.solution))
-    say(f"memory.budget {config.memory.budget}: {why}{_rehearsal_text(best)}")
-    return best, tried
+        raise UserError(_too_small_message(budget, nearest, space.smallest[0], experiment))
+    why = reasons(found.plan, question)
+    say(f"memory.budget {asked}: {why}{_rehearsal_text(found)}")
+    return found, tried
 
 
-def _next_candidate(
-    predictions: Mapping[Outer, Prediction],
-    smallest: Prediction,
-    budget: int,
-    tried: Sequence[CompiledSolution],
-    best: CompiledSolution | None,
-) -> Candidate | None:
-    """Choose the candidate to compile next; None = nothing is left that is worth a compilation.
+def _compile(
+    question: Question, plan: Priced, predicted: int, platform: str, target: Target | None
+) -> CompiledPlan:
+    """Compile a plan, and for a target play it out."""
+    assigned = with_config(question.experiment, config_of(question, plan.candidate))
+    allocated, text, program = compiled_bytes(assigned, platform)
+    played = None
+    if target is not None and text:
+        played = simulate(text, assigned.plan.mesh, target)
+    return CompiledPlan(plan, assigned, predicted, allocated, played, program)
+
+
+def compiled_bytes(
+    experiment: Experiment, platform: str
+) -> tuple[int, str, jax.stages.Compiled | None]:
+    """Compile the training step, to see the bytes of a device that it allocates.
 
     Args:
-      predictions: the prediction for each search space.
-      smallest: the prediction for the space which is thought to need the least.
-      budget: the bytes of a device that a step may take.
-      tried: what has been compiled.
-      best: the best of it that fits; None = nothing fits yet.
+      experiment: the experiment, which has no budget.
+      platform: the platform that it is compiled for.
+
+    Returns:
+      The bytes, the text of the program and the program; where the compiler refuses it for its
+      memory the bytes that it names, an empty text and None.
+
+    Raises:
+      UserError: the compiler refuses the step for another reason.
     """
-    # The first guess leaves a margin: a compilation that does not fit is lost.
-    if tried:
-        rooms = (budget,)
+    arguments = (experiment.state, experiment.batch)
+    batch_in_host = jax.tree.map(lambda _: False, experiment.batch)
+    host = (experiment.in_host, batch_in_host)
+    step = make_train_step(experiment)
+    # A plan of one device has no mesh from which a kernel could see the chip.
+    with compiling_for(experiment.devices[0]):
+        _, lowered = lower_for(step, arguments, host, platform)
+    try:
+        compiled = compile_absent(lowered)
+        return (
+            allocated_bytes(compiled.memory_analysis(), platform),
+            compiled.as_text() or "",
+            compiled,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        found = needs_and_has(str(error))
+        if found is None:
+            raise UserError(
+                f"the compiler refuses this step: {compiler_message(str(error))}"
+            ) from error
+        return found[0], "", None
+
+
+def _figures(one: CompiledPlan, known: Correction, tokens: int, budget: int) -> Figures:
+    """Return the figures of a compiled plan; its seconds are expected where nothing was played."""
+    if one.played is None:
+        waits = known.waits(one.plan)
+        seconds = known.busy(one.plan) + waits
     else:
-        rooms = (int(budget * (1 - MARGIN)), budget)
-    fastest = _fastest_candidate(list(predictions.values()), rooms, tried)
-    if best is not None:
-        known = Candidate(predictions[best.outer], best.solution)
-        if fastest is None or fastest.rank > _WORTH * known.rank:
-            return None
-        return fastest
-    is_last = len(tried) == _ROUNDS - 1
-    if fastest is not None and not is_last:
-        return fastest
-    # the safest one that is left
-    for solution in (smallest.space.least, smallest.space.away):
-        safest = Candidate(smallest, solution)
-        if not any(safest.is_of(one) for one in tried):
-            return safest
-    return fastest
-
-
-def _fastest_candidate(
-    predictions: Sequence[Prediction], rooms: Sequence[int], tried: Sequence[CompiledSolution]
-) -> Candidate | None:
-    """Find the fastest untried candidate that is predicted to fit into the first of some rooms that
-    has any.
-    """
-    for room in rooms:
-        found = _candidates(predictions, room)
-        left = [one for one in found if not any(one.is_of(other) for other in tried)]
-        if left:
-            return min(left, key=lambda one: one.rank)
-    return None
-
-
-def _candidates(predictions: Sequence[Prediction], room: int) -> Iterator[Candidate]:
-    """Yield the fastest solution of each search space that is predicted to fit, both with and
-    without activations in host memory.
-    """
-    for prediction in predictions:
-        for away in (False, True):
-            solution = prediction.solve(room, away)
-            if solution is not None:
-                yield Candidate(prediction, solution)
+        waits = one.played.host_stall
+        seconds = one.played.seconds
+    return Figures(
+        step=seconds,
+        tokens_per_second=tokens / seconds,
+        exposed=0.0 if one.played is None else one.played.exposed_communication,
+        host_stall=waits,
+        mfu=None,
+        memory=one.compiled,
+        usable=budget,
+        fits=one.compiled <= budget,
+        compile_seconds=0.0,
+    )
 
 
 def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
@@ -297,56 +299,7 @@ def read_size(what: str, text: str, otherwise: str = "") -> int:
     return round(float(match[1]) * _UNITS[match[2]])
 
 
-def _is_slower(one: CompiledSolution, than: CompiledSolution) -> bool:
-    """Return whether a step is slower than another by the rehearsal, if there is one."""
-    return (
-        one.played is not None
-        and than.played is not None
-        and one.played.seconds >= than.played.seconds
-    )
-
-
-def reasons(candidate: Candidate) -> str:
-    """Explain a candidate in one line: `offload block_input (2.10 GiB, hidden behind 41 ms of
-    compute), up`.
-    """
-    solution = candidate.solution
-    space = candidate.prediction.space
-    costs = candidate.prediction.costs
-    outer = space.outer
-    names = defaultdict[Action, list[str]](list)
-    for item, action in zip(space.items, solution.actions, strict=True):
-        names[action] += item.names
-    step = costs.forward + costs.backward
-    parts = []
-    if names["offload"]:
-        waits = costs.seconds(solution.host, solution.again) - step - solution.again
-        if waits < 1e-4:
-            hidden = f"hidden behind {1e3 * step:.0f} ms of compute"
-        else:
-            hidden = f"waits {1e3 * waits:.0f} ms"
-        size = bytes_text(solution.host)
-        parts.append(f"offload {', '.join(names['offload'])} ({size}, {hidden})")
-    if names["recompute"]:
-        if step:
-            share = 100 * solution.again / step
-        else:
-            share = 0
-        parts.append(f"recompute {', '.join(names['recompute'])} (+{share:.1f} % of the compute)")
-    if names["save"]:
-        parts.append(f"save {', '.join(names['save'])} ({bytes_text(solution.device)})")
-    if outer.streamed:
-        size = bytes_text(space.state.host)
-        added = f"+{1e3 * space.moved:.0f} ms"
-        parts.append(f"{' and '.join(outer.streamed)} in host memory ({size}, {added})")
-    if outer.accumulation > 1:
-        parts.append(f"train.accumulation {space.config.train.accumulation}")
-    if outer.loss_mib:
-        parts.append(f"memory.loss_mib {outer.loss_mib}")
-    return ", ".join(parts)
-
-
-def _rehearsal_text(one: CompiledSolution) -> str:
+def _rehearsal_text(one: CompiledPlan) -> str:
     """Write what the rehearsal says of a step."""
     if one.played is None:
         return ""
@@ -358,29 +311,27 @@ def _rehearsal_text(one: CompiledSolution) -> str:
 
 
 def _too_small_message(
-    budget: int, nearest: CompiledSolution, space: SearchSpace, config: Config
+    budget: int, nearest: CompiledPlan, least: Priced, experiment: Experiment
 ) -> str:
     """Write the message on what a plan takes at the least, and what would lower it."""
-    state = space.state
-    kept = space.least.device
-    parts = {
-        "parameters": state.parameters.device,
-        "optimizer": state.optimizer.device,
-        "gradients": state.gradients.device,
-        "activations": kept,
-        "what a layer and the loss work with": nearest.compiled - state.device - kept,
-    }
-    said = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size > 0)
+    config = experiment.config
+    parts = least.estimate.bytes._replace(host=0.0)._asdict()
+    parts["working"] = nearest.compiled - sum(parts.values()) + parts["working"]
+    called = {"working": "what a layer and the loss work with"}
+    said = ", ".join(
+        f"{called.get(name, name)} {bytes_text(size)}" for name, size in parts.items() if size > 0
+    )
     return (
         f"memory.budget = {config.memory.budget} ({bytes_text(budget)}) is less than this plan "
         "takes with the least "
         f"kept on the device, {bytes_text(nearest.compiled)}: {said}. What would lower it: "
-        f"{', '.join(_smaller_settings(space, config))}"
+        f"{', '.join(_smaller_settings(experiment))}"
     )
 
 
-def _smaller_settings(space: SearchSpace, config: Config) -> list[str]:
+def _smaller_settings(experiment: Experiment) -> list[str]:
     """List the settings with which a plan would take less."""
+    config = experiment.config
     may = config.memory.may
     wanted = []
     for name in ("optimizer", "parameters"):
@@ -391,6 +342,6 @@ def _smaller_settings(space: SearchSpace, config: Config) -> list[str]:
     if config.precision.params == "float32":
         wanted.append("precision.params=bfloat16")
     if "accumulation" not in may:
-        wanted.append(more_microbatches(space.experiment))
-    wanted.append(more_devices(space.experiment))
+        wanted.append(more_microbatches(experiment))
+    wanted.append(more_devices(experiment))
     return list(filter(None, wanted))

@@ -141,3 +141,46 @@ def changes(candidate: Candidate) -> dict[str, Any]:
     if candidate.zero:
         made["rules.state_embed"] = list(ZERO)
     return made
+
+
+def mesh_text(candidate: Candidate) -> str:
+    """Write the mesh of a plan: `data=8 (across nodes) x fsdp=8`."""
+    parts = []
+    for axis, inside, across in zip(MESH_AXES, candidate.mesh, candidate.dcn, strict=True):
+        if inside * across == 1:
+            continue
+        if across == 1:
+            parts.append(f"{axis}={inside}")
+        elif inside == 1:
+            parts.append(f"{axis}={across} across")
+        else:
+            parts.append(f"{axis}={inside * across} ({across} across)")
+    return " x ".join(parts) or "1 device"
+
+
+def plan_text(candidate: Candidate) -> str:
+    """Write a plan in a few words: `fsdp=64, dots, 4 microbatches`."""
+    parts = [mesh_text(candidate)]
+    if candidate.size("stage") > 1:
+        virtual = f" x {candidate.virtual}" if candidate.virtual > 1 else ""
+        parts.append(f"{candidate.schedule}{virtual}, {candidate.microbatches} in the pipeline")
+    if candidate.accumulation > 1:
+        parts.append(f"{candidate.accumulation} microbatches")
+    if candidate.zero:
+        parts.append("ZeRO-1")
+    parts.append("keeps all" if candidate.policy == "none" else candidate.policy)
+    parts += [f"{name} {_ACTIONS[action]}" for name, action in candidate.keep]
+    if candidate.optimizer != "device":
+        parts.append(f"optimizer {_PLACES[candidate.optimizer]}")
+    if candidate.parameters != "device":
+        parts.append("parameters in host memory")
+    if candidate.moments != "float32":
+        parts.append(f"{candidate.moments} moments")
+    parts += [f"{name} {form}" for name, form in candidate.overlap]
+    if not candidate.scan:
+        parts.append("unrolled")
+    return ", ".join(parts)
+
+
+_ACTIONS = {"save": "kept", "offload": "in host memory", "recompute": "made again"}
+_PLACES = {"offload": "in host memory", "host": "updated by the host"}

@@ -10,6 +10,7 @@ profile it goes by these prices instead, and by what a target's links take among
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +23,7 @@ from jaxpar.base.compiler import option_words, order_options, profile_option
 from jaxpar.base.errors import Say, UserError
 from jaxpar.base.jax_compat import Options
 from jaxpar.hlo.program.tasks import Program, walk_paths
+from jaxpar.plan.engine import one_by_one, try_rounds
 from jaxpar.rehearse.cost import Costs
 from jaxpar.rehearse.of_config import compile_step, fits
 from jaxpar.rehearse.report.report_tables import seconds_text, titled_table
@@ -32,6 +34,7 @@ from jaxpar.train.experiments import with_config
 
 AS_IT_IS = "as train has it"
 """The name of the order without further options."""
+_PRICED = ", priced"
 _LEAST = 1e-3
 """The least microseconds: an instruction of no time is none that was measured."""
 
@@ -83,12 +86,27 @@ def choose_order(
             f"the compiler for {target.name} has no setting that changes the order of a step: "
             "docs/task_graph.md has those that were tried"
         )
-    tried = [_try(experiment, target, AS_IT_IS, {})]
-    _tell(tried[0], say)
-    for name, options in settings.items():
-        tried += _attempt(experiment, target, name, options, say)
-    if reads_profile:
-        tried += _priced(tried, target, reads_profile, say)
+    known: dict[str, TriedOrder | None] = {}
+    with TemporaryDirectory() as folder:
+
+        def rounds() -> Iterator[list[str]]:
+            yield [AS_IT_IS, *settings]
+            if reads_profile:
+                yield [f"{name}{_PRICED}" for name, one in known.items() if one is not None]
+
+        def attempt(name: str) -> TriedOrder | None:
+            like = known.get(name.removesuffix(_PRICED))
+            if like is None:
+                return _attempt(experiment, target, name, settings.get(name, {}), say)
+            # once more, with the prices of its own tasks for a profile
+            prices = Path(folder) / f"{len(known)}.pbtxt"
+            prices.write_text(like.prices, encoding="utf-8")
+            options: Options = {reads_profile: str(prices)}
+            again = _attempt(like.experiment, target, name, options, say)
+            return None if again is None else replace(again, profile=like.prices)
+
+        try_rounds(rounds(), one_by_one(attempt), known)
+    tried = [one for one in known.values() if one is not None]
     tried.sort(key=lambda one: (not one.fits, one.seconds))
     best = tried[0]
     if best.profile:
@@ -96,21 +114,6 @@ def choose_order(
         written: Options = {reads_profile: str(file)}
         tried[0] = replace(best, experiment=_with_options(best.experiment, written))
     return tried
-
-
-def _priced(
-    tried: list[TriedOrder], target: Target, reads_profile: str, say: Say
-) -> list[TriedOrder]:
-    """Try each order once more, with the prices of its own tasks for a profile."""
-    found: list[TriedOrder] = []
-    with TemporaryDirectory() as folder:
-        for number, like in enumerate(tried):
-            file = Path(folder) / f"{number}.pbtxt"
-            file.write_text(like.prices, encoding="utf-8")
-            options: Options = {reads_profile: str(file)}
-            again = _attempt(like.experiment, target, f"{like.name}, priced", options, say)
-            found += [replace(one, profile=like.prices) for one in again]
-    return found
 
 
 def order_parts(tried: list[TriedOrder]) -> list[RenderableType]:
@@ -138,15 +141,21 @@ def order_parts(tried: list[TriedOrder]) -> list[RenderableType]:
 
 def _attempt(
     experiment: Experiment, target: Target, name: str, options: Options, say: Say
-) -> list[TriedOrder]:
-    """Try one order; the list is empty where the compiler refuses the step so."""
+) -> TriedOrder | None:
+    """Try one order; None = the compiler refuses the step so, which it takes as it is."""
     try:
         one = _try(experiment, target, name, options)
     except UserError as refused:
+        if name == AS_IT_IS:
+            raise
         say(f"order: {name}: refused: {refused}")
-        return []
-    _tell(one, say)
-    return [one]
+        return None
+    room = "" if one.fits else ", does not fit"
+    say(
+        f"order: {name}: {seconds_text(one.seconds)} a step, "
+        f"{seconds_text(one.exposed)} exposed{room}"
+    )
+    return one
 
 
 def _try(experiment: Experiment, target: Target, name: str, options: Options) -> TriedOrder:
@@ -191,11 +200,3 @@ def _with_options(experiment: Experiment, options: Options) -> Experiment:
     kept = [word for word in config.compiler.options if word.partition("=")[0] not in options]
     compiler = replace(config.compiler, options=(*kept, *option_words(options)))
     return with_config(experiment, replace(config, compiler=compiler), experiment.devices)
-
-
-def _tell(one: TriedOrder, say: Say) -> None:
-    room = "" if one.fits else ", does not fit"
-    say(
-        f"order: {one.name}: {seconds_text(one.seconds)} a step, "
-        f"{seconds_text(one.exposed)} exposed{room}"
-    )

@@ -4,13 +4,15 @@ kept.
 A few blocks, forward and backward, are compiled in one form after another. For a target that is not
 here their timeline counts, on the devices at hand their time. One site after another takes the form
 that is fastest there while the others stay as they are, and at the end the block is tried on two
-halves of the batch, or of each sequence.
+halves of the batch, or of each sequence. The closed forms do not tell forms apart, so that all are
+tried (`jaxpar.plan.engine.rounds`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,7 @@ from jaxpar.parallel.domino import Places
 from jaxpar.parallel.linear import GATHERED, STORED
 from jaxpar.parallel.linear.ring_matmul import ring_forms
 from jaxpar.parallel.zigzag import TOKENS
+from jaxpar.plan.engine import one_by_one, try_rounds
 from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline import simulate
 from jaxpar.train.experiment import Experiment
@@ -88,34 +91,41 @@ def time_forms(
         and timed.
       say: is called with a line for each form that is tried.
     """
-    config = experiment.config
-    plan = experiment.plan
     seconds: dict[Overlap, float] = {}
 
-    def take(overlap: Overlap) -> None:
-        if overlap not in seconds:
-            formed = dataclasses.replace(plan, overlap=overlap)
-            seconds[overlap] = trial(dataclasses.replace(experiment, plan=formed), target)
-            say(f"overlap auto: {words(overlap)}: {1e3 * seconds[overlap]:.2f} ms a block")
+    def attempt(overlap: Overlap) -> float:
+        formed = dataclasses.replace(experiment.plan, overlap=overlap)
+        took = trial(dataclasses.replace(experiment, plan=formed), target)
+        say(f"overlap auto: {words(overlap)}: {1e3 * took:.2f} ms a block")
+        return took
 
+    return try_rounds(_rounds(experiment, seconds), one_by_one(attempt), seconds)
+
+
+def _rounds(experiment: Experiment, seconds: Mapping[Overlap, float]) -> Iterator[list[Overlap]]:
+    """Yield the forms to try: those of one site after another, and then those of Domino.
+
+    Args:
+      seconds: what was tried, by which the next ones are chosen.
+    """
+    config = experiment.config
+    plan = experiment.plan
     first = config.overlap.without_auto()
-    take(first)
+    yield [first]
     asked = vars(config.overlap)
     rings = bool(further_split(STORED, GATHERED, plan))
     for site in SITES if rings else ():
         if asked[site] == "same" and asked[site.rpartition("_")[2]] == "auto":
-            for form in ring_forms():
-                take(dataclasses.replace(_fastest(seconds), **{site: form}))
+            best = _fastest(seconds)
+            yield [dataclasses.replace(best, **{site: form}) for form in ring_forms()]
     rows = experiment.sequences // plan.size("batch")
     if config.overlap.domino == "auto" and config.model.dropout == 0:
         domino = dataclasses.replace(first, domino="on").for_rows(rows).domino
         if domino == "on" or sequences_have_halves(experiment):
-            for overlap in (first, _fastest(seconds)):
-                take(dataclasses.replace(overlap, domino=domino))
-    return seconds
+            yield [dataclasses.replace(one, domino=domino) for one in (first, _fastest(seconds))]
 
 
-def _fastest(seconds: dict[Overlap, float]) -> Overlap:
+def _fastest(seconds: Mapping[Overlap, float]) -> Overlap:
     return min(seconds, key=lambda overlap: seconds[overlap])
 
 

@@ -9,21 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
-import jax
-import jax.numpy as jnp
-
-from jaxpar.base.layout.activation_names import NAMES
 from jaxpar.base.layout.plan import Plan
 from jaxpar.hlo.origin import decode
 from jaxpar.hlo.program.tasks import CollectiveKind, Phase, sent_bytes
-from jaxpar.models import Params
-from jaxpar.parallel.remat import remat
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
-from jaxpar.train.activations import OneBlock, one_block
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.step import make_train_step
 
@@ -91,52 +84,6 @@ def bytes_by_collective(
     for one in collectives:
         total[one.kind, one.axes] += one.step_bytes
     return dict(total)
-
-
-def recompute_bytes(experiment: Experiment) -> Mapping[str, float]:
-    """Count the bytes that one device sends to make each activation of `activation_names.NAMES`
-    again in one block, by name.
-
-    They are what the gradient of a block sends more when that activation alone is not kept. What
-    the plan keeps does not matter.
-
-    Args:
-      experiment: an experiment whose overlap is settled.
-    """
-    return _recompute_bytes(one_block(experiment))
-
-
-@lru_cache(maxsize=64)
-def _recompute_bytes(block: OneBlock) -> Mapping[str, float]:
-    plan = block.plan
-    if plan.mesh.size == 1:
-        return dict.fromkeys(NAMES, 0.0)
-
-    def gradient(
-        layer: Params, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None
-    ) -> tuple[Params, jax.Array]:
-        """Compute the gradient of a block that keeps only its input; of the forward it has only
-        what the backward needs.
-        """
-
-        def forward(layer: Params, x_BSD: jax.Array) -> tuple[jax.Array, ...]:
-            return block(layer, x_BSD, positions_BS, segments_BS)[0]
-
-        made, pull = jax.vjp(
-            remat(forward, replace(plan, remat="full")),
-            layer,
-            x_BSD,
-        )
-        return pull(jax.tree.map(jnp.ones_like, made))
-
-    traced = jax.make_jaxpr(gradient)(*block.shapes())
-
-    def total(kept: Iterable[str]) -> float:
-        found = requested_collectives(traced, plan.mesh, given=frozenset(kept))
-        return sum(_step_collective(one, plan).step_bytes for one in found)
-
-    least = total(NAMES)
-    return {name: total(set(NAMES) - {name}) - least for name in NAMES}
 
 
 def _step_collective(found: Requested, plan: Plan) -> StepCollective:

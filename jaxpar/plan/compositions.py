@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text, count_text
 from jaxpar.base.errors import Say, UserError
-from jaxpar.plan.rehearsal_cache import Figures, Point, find_same
+from jaxpar.plan.engine import one_by_one, try_rounds
+from jaxpar.plan.figures import Figures, Point, find_same
 from jaxpar.plan.settings import NoEffect, Setting, apply_settings
 
 MOST_SUBSETS = 32
@@ -31,6 +32,8 @@ repeats exactly, so this is no noise: it is what is too little to matter.
 ADD_UP = "add up"
 """The verdict on a pair that adds up."""
 
+Names = tuple[str, ...]
+"""The names of settings that are put into the base, in the order of the settings."""
 Measure = Callable[[Config], Figures]
 Loss = Callable[[Config], float]
 
@@ -160,77 +163,93 @@ def compose(
     Raises:
       UserError: the base itself is refused.
     """
-    run = _Run(base, settings, measure, loss, say)
-    pairs_of = list(itertools.combinations(settings, 2))
-    run.expected = 1 + len(settings) + len(pairs_of)
-    origin = run.point(())
-    if origin.figures is None:
-        raise UserError(f"the config as it is cannot be rehearsed: {origin.why_not}")
-    alone = tuple(run.point((name,)) for name in settings)
-    pairs = tuple(run.point(pair) for pair in pairs_of)
-    study = Study(origin, alone, pairs, (), None, "")
-    count = 2 ** len(settings) - 1 - len(settings) - len(pairs)
-    if count <= MOST_SUBSETS:
-        larger = _all_larger(run, settings)
+    known = dict[Names, Point]()
+    pairs = math.comb(len(settings), 2)
+    expected = 1 + len(settings) + pairs
+    count = 2 ** len(settings) - expected
+    is_small = count <= MOST_SUBSETS
+
+    def attempt(names: Names) -> Point:
+        point = measured(names)
+        at = len(known) + 1
+        place = f"{at}/{expected}" if at <= expected else f"{at}, searching"
+        say(f"[{place}] {point_line(point)}")
+        return point
+
+    def measured(names: Names) -> Point:
+        chosen = {name: settings[name] for name in names}
+        point = try_point(names, lambda: measure(apply_settings(base, chosen)), known.values())
+        if loss is None or point.figures is None:
+            return point
+        try:
+            return replace(point, loss=loss(apply_settings(base, chosen)))
+        except UserError as error:
+            return replace(point, refused=f"it was rehearsed, but not trained: {error}")
+
+    rounds = _rounds(list(settings), known, loss_within, is_small)
+    try_rounds(rounds, one_by_one(attempt), known)
+    if is_small:
         search = f"all {count} combinations of three and more were tried"
     else:
-        larger = _greedy(run, study, loss_within)
         search = (
             f"greedy from the best pair or single setting: the {BREADTH} further settings that the "
             "pairs speak for most are tried on top of it, the fastest that fits is kept, and so on "
             "until none is faster; a better combination may exist"
         )
-    found = (origin, *alone, *pairs, *larger)
-    best = _fastest(found, _limit(origin, loss_within))
-    return Study(origin, alone, pairs, larger, best, search)
+    return _study(known, loss_within, search)
 
 
-class _Run:
-    """A run that measures points one by one, each once, and says how each came out."""
+def _rounds(
+    settings: Sequence[str], known: Mapping[Names, Point], within: float, is_small: bool
+) -> Iterator[Sequence[Names]]:
+    """Yield the combinations to try.
 
-    def __init__(
-        self,
-        base: Config,
-        settings: Mapping[str, Setting],
-        measure: Measure,
-        loss: Loss | None,
-        say: Say,
-    ):
-        self.base = base
-        self.settings = settings
-        self.measure = measure
-        self.loss = loss
-        self.say = say
-        self.expected = 0
-        self._known: dict[frozenset[str], Point] = {}
+    Args:
+      known: what was tried, by which the larger ones are chosen.
+      is_small: whether all of them are tried.
+    """
+    yield [()]
+    base = known[()]
+    if base.figures is None:
+        raise UserError(f"the config as it is cannot be rehearsed: {base.why_not}")
+    yield [(name,) for name in settings]
+    yield list(itertools.combinations(settings, 2))
+    if not is_small:
+        yield from _greedy(settings, known, within)
+        return
+    for size in range(3, len(settings) + 1):
+        yield list(itertools.combinations(settings, size))
 
-    def point(self, names: Sequence[str]) -> Point:
-        """Measure the point of some settings, once."""
-        key = frozenset(names)
-        if key not in self._known:
-            point = self._measured(tuple(names))
-            self._known[key] = point
-            at = len(self._known)
-            place = f"{at}/{self.expected}" if at <= self.expected else f"{at}, searching"
-            self.say(f"[{place}] {point_line(point)}")
-        return self._known[key]
 
-    def _measured(self, names: tuple[str, ...]) -> Point:
-        try:
-            config = apply_settings(self.base, {name: self.settings[name] for name in names})
-            figures = self.measure(config)
-        except NoEffect as error:
-            return Point(names, idle=str(error))
-        except UserError as error:
-            return Point(names, refused=str(error))
-        same = find_same(self._known.values(), figures)
-        if self.loss is None:
-            return Point(names, figures, same_as=same)
-        try:
-            return Point(names, figures, self.loss(config), same_as=same)
-        except UserError as error:
-            why = f"it was rehearsed, but not trained: {error}"
-            return Point(names, figures, refused=why, same_as=same)
+def _study(known: Mapping[Names, Point], loss_within: float, search: str = "") -> Study:
+    """Put what was tried in order."""
+    base = known[()]
+    points = list(known.values())
+    return Study(
+        base,
+        tuple(point for point in points if len(point.settings) == 1),
+        tuple(point for point in points if len(point.settings) == 2),
+        tuple(point for point in points if len(point.settings) > 2),
+        _fastest(points, _limit(base, loss_within)),
+        search,
+    )
+
+
+def try_point(names: Names, rehearsal: Callable[[], Figures], known: Iterable[Point]) -> Point:
+    """Rehearse a config, and say what became of it.
+
+    Args:
+      names: what was put into the base.
+      rehearsal: rehearses the config; it may raise a UserError.
+      known: the points that were rehearsed before.
+    """
+    try:
+        figures = rehearsal()
+    except NoEffect as error:
+        return Point(names, idle=str(error))
+    except UserError as error:
+        return Point(names, refused=str(error))
+    return Point(names, figures, same_as=find_same(known, figures))
 
 
 def point_line(point: Point) -> str:
@@ -277,35 +296,33 @@ def _rate(point: Point) -> float:
     return point.figures.tokens_per_second
 
 
-def _all_larger(run: _Run, settings: Mapping[str, Setting]) -> tuple[Point, ...]:
-    """Measure every combination of three and more settings."""
-    return tuple(
-        run.point(names)
-        for count in range(3, len(settings) + 1)
-        for names in itertools.combinations(settings, count)
-    )
+def _greedy(
+    settings: Sequence[str], known: Mapping[Names, Point], within: float
+) -> Iterator[list[Names]]:
+    """Yield the combinations on the way up from the best pair or single setting.
 
-
-def _greedy(run: _Run, study: Study, within: float) -> tuple[Point, ...]:
-    """Measure the combinations on the way up from the best pair or single setting."""
+    Args:
+      known: what was tried: at first each setting alone, and all pairs.
+    """
+    study = _study(known, within)
     limit = _limit(study.base, within)
-    best = _fastest(study.points, limit)
-    tried = list[Point]()
     expect = _Expected(study)
+    best = study.best
     while best is not None:
-        rest = [name for name in run.settings if name not in best.settings]
-        larger = [(*best.settings, name) for name in rest]
-        known = [
+        larger = [
+            tuple(name for name in settings if name in (*best.settings, more))
+            for more in settings
+            if more not in best.settings
+        ]
+        likely = [
             names for names in larger if len(names) > 2 and expect.log_speed(names) is not None
         ]
-        known.sort(key=lambda names: -(expect.log_speed(names) or 0.0))
-        found = [run.point(names) for names in known[:BREADTH]]
-        tried += found
-        better = _fastest([best, *found], limit)
+        likely.sort(key=lambda names: -(expect.log_speed(names) or 0.0))
+        yield likely[:BREADTH]
+        better = _fastest(list(known.values()), limit)
         if better is best:
-            break
+            return
         best = better
-    return tuple(tried)
 
 
 class _Expected:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from jaxpar.base.console import bytes_text
 from jaxpar.plan.compositions import ADD_UP, Gain, Study
-from jaxpar.plan.rehearsal_cache import Point
+from jaxpar.plan.figures import Point
 
 _BASE = "#777777"
 _POINT = "#4477aa"

@@ -19,7 +19,8 @@ from jaxpar.data.vocabulary.tokenizer import BytesTokenizer
 from jaxpar.launch import compose, small_loss
 from jaxpar.launch.small_loss import small_form
 from jaxpar.plan import rehearsal_cache
-from jaxpar.plan.rehearsal_cache import Figures, rehearse_point
+from jaxpar.plan.figures import Figures
+from jaxpar.plan.rehearsal_cache import rehearse_point
 from jaxpar.plan.settings import SETTINGS
 from jaxpar.rehearse.report.memory import DoesNotFit
 from jaxpar.rehearse.targets import Target

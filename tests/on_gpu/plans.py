@@ -19,9 +19,8 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import usable_bytes
 from jaxpar.bench.measure import BenchRow
 from jaxpar.plan import search
-from jaxpar.plan.candidate import ONE_DEVICE, Candidate, changes
+from jaxpar.plan.candidate import ONE_DEVICE, Candidate, changes, plan_text
 from jaxpar.plan.closed_form import Estimate, estimate, step_shapes
-from jaxpar.plan.layout_search import plan_text
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline import simulate

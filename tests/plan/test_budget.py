@@ -18,16 +18,21 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.hlo.program.parse import parse_module
 from jaxpar.kernels.attention import triton_tiles
-from jaxpar.plan import memory_search as subject
-from jaxpar.plan.budget import _is_slower, budget_bytes, resolve, solve_budget
-from jaxpar.plan.choose_remat import ActionCosts, Item, Solution
-from jaxpar.plan.memory_search import CompiledSolution, SearchSpace, compiled_bytes
+from jaxpar.plan import budget as subject
+from jaxpar.plan import budget_space
+from jaxpar.plan.budget import budget_bytes, compiled_bytes, resolve, solve_budget
+from jaxpar.plan.budget_space import question_of, space_of
+from jaxpar.plan.choose_remat import ActionCosts, Item, costs_of, items_of
+from jaxpar.plan.engine import Correction, Outcome, Priced, Rehearsed, correct
+from jaxpar.plan.engine.finalists import contenders
+from jaxpar.plan.memory_account import work_bytes
 from jaxpar.rehearse.of_config import compile_step
 from jaxpar.rehearse.report.memory import allocated_bytes, saved_bytes
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.activations import activations
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment
+from jaxpar.train.state_memory import state_bytes
 
 
 @pytest.mark.parametrize(
@@ -107,49 +112,19 @@ def test_a_prediction_that_is_too_low_is_corrected(monkeypatch: pytest.MonkeyPat
 
     def compiled(experiment: Experiment, platform: str) -> tuple[int, str, None]:
         kept = sum(one.kept_bytes for one in activations(experiment) if one.action == "save")
-        state = subject.state_bytes(experiment, platform).device
-        real.append(state + kept + subject.work_bytes(experiment) + 3 * 2**20)
+        state = state_bytes(experiment, platform).device
+        real.append(state + kept + work_bytes(experiment) + 3 * 2**20)
         return real[-1], "", None
 
     monkeypatch.setattr(subject, "compiled_bytes", compiled)
     experiment = make_experiment(config, jax.devices()[:1])
-    state = subject.state_bytes(experiment, "cpu").device
-    room = state + subject.work_bytes(experiment) + 3 * 2**20 + 12 * 2**20
+    state = state_bytes(experiment, "cpu").device
+    room = state + work_bytes(experiment) + 3 * 2**20 + 12 * 2**20
     config = override(config, {"memory.budget": str(room)})
     found, tried = solve_budget(make_experiment(config, jax.devices()[:1]), "cpu", Hardware())
     assert tried[0].compiled > room, "else the test says nothing"
     assert compiled(found.experiment, "cpu")[0] <= room
     assert len(tried) <= 3
-
-
-def test_the_rehearsal_says_what_is_waited_for_and_which_is_slower() -> None:
-    """40 bytes out and back over 10 bytes/s are 8 s; of 3 s of waiting one is for streamed
-    state.
-    """
-
-    def tried(host: int, *played: float) -> Any:
-        timeline: Any = SimpleNamespace(seconds=played[0], host_stall=played[1]) if played else None
-        return CompiledSolution(
-            make_experiment(Config(), jax.devices()[:1]),
-            subject.Outer(),
-            Solution(0, host, 0.0, ()),
-            0,
-            0,
-            1.0,
-            timeline,
-        )
-
-    costs = ActionCosts(1.0, 2.0, 10.0, 0.5)
-    assert subject._exposed_share(tried(40, 9.0, 3.0), costs) == 0.25
-    assert subject._exposed_share(tried(40, 9.0, 99.0), costs) == 1.0
-    assert (
-        subject._exposed_share(tried(0, 9.0, 0.0), costs)
-        == subject._exposed_share(tried(40), costs)
-        == 0.5
-    )
-    assert _is_slower(tried(40, 9.0, 3.0), tried(0, 8.0, 0.0))
-    assert not _is_slower(tried(0, 8.0, 0.0), tried(40, 9.0, 3.0))
-    assert not _is_slower(tried(40), tried(0)), "devices at hand: nothing was played"
 
 
 def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +139,8 @@ def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -
     hardware = Hardware(
         peak_flops=PeakFlops(flops, flops), hbm_bandwidth=1e15, host_link_bandwidth=link
     )
-    monkeypatch.setattr(subject, "_may_offload", lambda *_: True)
-    monkeypatch.setattr(subject, "_AWAY", 1.0)  # the guess as it is
+    monkeypatch.setattr(budget_space, "may_offload", lambda *_: True)
+    monkeypatch.setattr(correct, "_HOST", 1.0)  # the guess as it is
 
     def moved(experiment: Experiment) -> int:
         return sum(
@@ -174,13 +149,13 @@ def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -
 
     def compiled(experiment: Experiment, platform: str) -> tuple[int, str, None]:
         kept = sum(one.kept_bytes for one in activations(experiment) if one.action == "save")
-        state = subject.state_bytes(experiment, platform).device
-        size = state + kept + subject.work_bytes(experiment)
+        state = state_bytes(experiment, platform).device
+        size = state + kept + work_bytes(experiment)
         return size, str(moved(experiment)), None
 
     def played(text: str, *_: Any) -> Any:
         waits = 2 * int(text) / link
-        return SimpleNamespace(seconds=1 + waits, host_stall=waits)
+        return SimpleNamespace(seconds=1 + waits, host_stall=waits, exposed_communication=0.0)
 
     monkeypatch.setattr(subject, "compiled_bytes", compiled)
     monkeypatch.setattr(subject, "simulate", played)
@@ -200,7 +175,7 @@ def test_a_loss_that_holds_less_is_weighed_before_host_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where a plan works with the loss, less of it makes room; what one compilation shows corrects
-    every search.
+    every plan.
     """
     config = override(
         config_of("llama", fsdp=2),
@@ -211,27 +186,30 @@ def test_a_loss_that_holds_less_is_weighed_before_host_memory(
             "train.batch": 64,
         },
     )
-    devices = jax.devices()[:2]
-    monkeypatch.setattr(subject, "_may_offload", lambda *_: True)
-    predictions = subject.first_predictions(make_experiment(config, devices), "cuda", Hardware())
-    assert {one.space.outer.loss_mib for one in predictions} > {0}
-    whole, less = (
-        next(one for one in predictions if one.space.outer == outer)
-        for outer in (subject.Outer(), subject.Outer(loss_mib=64))
-    )
-    assert less.work < whole.work and less.space.config.memory.loss_mib == 64
-    least = less.space.least
-    assert less.rank(least) > less.seconds(least), "what goes to host memory is taken to be slower"
-    (here,) = {one.solve(1 << 40, away=False) for one in (less,)}
-    assert here is not None and here.host == 0 and less.rank(here) == less.seconds(here)
-    compiled = CompiledSolution(
-        whole.space.experiment, subject.Outer(), here, predicted=100, compiled=130, moved=0.0
-    )
-    assert subject.corrected(less, compiled).work == less.work + 30
-    state = whole.space.state.device
-    own = subject.corrected(whole, compiled._replace(compiled=state + here.device + 7))
-    assert own.work == 7 and own.compiled
-    assert subject.corrected(own, compiled._replace(outer=less.space.outer)).work == 7
+    experiment = make_experiment(config, jax.devices()[:2])
+    monkeypatch.setattr(budget_space, "may_offload", lambda *_: True)
+    question = question_of(experiment, "cuda", Hardware())
+    space = space_of(question, 1 << 40, 0.0)
+    here = [one for one in space.branches if not one.estimate.host]
+    whole, less = (next(b for b in here if b.candidate.loss_mib == mib) for mib in (4096, 64))
+    assert less.estimate.bytes.working < whole.estimate.bytes.working
+    assert budget_space.config_of(question, less.candidate).memory.loss_mib == 64
+    away = next(one for one in space.branches if one.estimate.host)
+    known = Correction()
+    assert known.seconds(away) == pytest.approx(1.1 * away.seconds), "host memory may take longer"
+    assert known.seconds(less) == less.seconds
+    fastest, *_ = contenders(space, known)
+    assert fastest.estimate.host == 0 and "offload" not in dict(fastest.candidate.keep).values()
+    larger = Correction((_compiled(whole, round(whole.bytes) + 30_000),))
+    assert larger.bytes(whole) == round(whole.bytes) + 30_000
+    assert 10_000 < larger.bytes(less) - less.bytes < 30_000, "by how much alike the two are"
+
+
+def _compiled(plan: Priced, size: int) -> Rehearsed:
+    """A plan that takes so many bytes by the compiler."""
+    one = subject.CompiledPlan(plan, make_experiment(Config(), jax.devices()[:1]), 0, size)
+    figures = subject._figures(one, Correction(), 1024, 1 << 40)
+    return Rehearsed(plan, Outcome(figures).figures)
 
 
 def test_a_tpu_allocates_the_peak_of_what_is_alive() -> None:
@@ -281,7 +259,7 @@ SHARES = (0.25, 0.5, 0.8)
 """Budgets between the least and everything kept."""
 
 
-def best_of_all(items: list[Item], search: SearchSpace, room: int) -> float:
+def best_of_all(items: list[Item], costs: ActionCosts, room: float) -> float:
     """The least seconds of every assignment that fits, tried one by one."""
     device = np.zeros(1)
     host = np.zeros(1)
@@ -293,7 +271,6 @@ def best_of_all(items: list[Item], search: SearchSpace, room: int) -> float:
             ).ravel()
             for total, field in ((device, "device"), (host, "host"), (again, "seconds"))
         )
-    costs = search.costs
     fits = device <= room
     each = host[fits] / costs.link
     too_long = np.maximum(each - costs.forward, 0) + np.maximum(
@@ -303,6 +280,18 @@ def best_of_all(items: list[Item], search: SearchSpace, room: int) -> float:
     return float(np.min(costs.forward + costs.backward + again[fits] + waits))
 
 
+def _host_and_again(plan: Priced, items: list[Item]) -> tuple[int, float]:
+    """The bytes that a plan sends to host memory, and the seconds of what it makes again."""
+    keep = {"block_input": "save"} | dict(plan.candidate.keep)
+    chosen = [
+        option
+        for item in items
+        for option in item.options
+        if option.action == keep.get(item.names[0], "recompute")
+    ]
+    return sum(one.host for one in chosen), sum(one.seconds for one in chosen)
+
+
 def checked(model: str, mesh: str, share: float) -> list[str]:
     """A row of the table: a budget, what the compiler says of the winner, how far the predictions
     were off (of all, and of the activations), and its time beside the best of all assignments."""
@@ -310,11 +299,10 @@ def checked(model: str, mesh: str, share: float) -> list[str]:
     target = load_target(f"h100x{sizes.get('mesh.fsdp', 1) * sizes.get('mesh.tensor', 1)}")
     devices = target.devices()
     base = override(Config(), SIZES | MODELS[model] | sizes | {"memory.may": ()})
-    experiment = make_experiment(base, devices)
-    search = subject.search_space(experiment, subject.Outer(), "cuda", target.hardware)
-    everything = (
-        search.state.device + search.work + sum(item.options[0].device for item in search.items)
-    )
+    question = question_of(make_experiment(base, devices), "cuda", target.hardware)
+    items = list(items_of(question.base, question.names, question.price, question.offload))
+    kept = tuple(sorted((name, "save") for name in question.names))
+    everything = question.price(question.base._replace(keep=kept)).bytes.total
     least = compiled_bytes(
         make_experiment(override(base, {"memory.policy": "full"}), devices), "cuda"
     )[0]
@@ -329,9 +317,10 @@ def checked(model: str, mesh: str, share: float) -> list[str]:
     kept = sum(one.kept_bytes for one in activations(found.experiment) if one.action == "save")
     stacks = saved_bytes(parse_module(compiled.compiled.text), base.model.layers)
     # The solver and trying all, given the same room: what the winner's own prediction left.
-    room = last.solution.device + budget - last.predicted
-    ours = search.costs.seconds(last.solution.host, last.solution.again)
-    best = best_of_all(search.items, search, room)
+    room = last.plan.estimate.bytes.activations + budget - last.predicted
+    costs = costs_of(question.base, items, question.price)
+    ours = costs.seconds(*_host_and_again(last.plan, items))
+    best = best_of_all(items, costs, room)
     assert last.compiled <= budget
     assert ours <= 1.05 * best
     # what is kept is known to 5 %, and what a block works with is a guess: jaxlib 0.12's is up to

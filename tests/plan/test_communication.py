@@ -8,12 +8,10 @@ import dataclasses
 from typing import Any
 
 import jax
-import pytest
 from experiments import experiment_of
 from traced_steps import config_of, staged
 
 from jaxpar.base.config import Config, load_config, override
-from jaxpar.base.layout.activation_names import Keep
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed
 from jaxpar.base.layout.plan import Overlap
 from jaxpar.base.layout.sharding import ShardingRules
@@ -21,10 +19,8 @@ from jaxpar.models import Model
 from jaxpar.plan.communication import (
     StepCollective,
     bytes_by_collective,
-    recompute_bytes,
     step_collectives,
 )
-from jaxpar.train.activations import activations
 from jaxpar.train.experiments import make_plan
 
 FSDP_TENSOR = config_of("llama", "full", fsdp=4, tensor=2)
@@ -247,55 +243,6 @@ def test_a_large_model_has_as_many_rows_as_a_small_one():
     assert len(in_step(override(large, {"memory.loss_mib": 1, "train.accumulation": 1}))) == len(
         in_step(small)
     )
-
-
-# What is made again.
-
-PLANS = {
-    "llama, fsdp x tensor": config_of("llama", fsdp=4, tensor=2),
-    "gpt2, tensor, Domino, bfloat16": dataclasses.replace(
-        config_of("gpt2", compute="bfloat16", data=2, tensor=2),
-        overlap=Overlap("xla", "ring", domino="on"),
-    ),
-    "llama, ring attention": config_of("llama", context=4, fsdp=2),
-    "gpt2, Ulysses": override(config_of("gpt2", context=4), {"context.strategy": "ulysses"}),
-    "experts": override(
-        config_of("llama", expert=2, tensor=2), {"model.experts": 4, "model.experts_per_token": 2}
-    ),
-}
-
-
-FAST = ("llama, fsdp x tensor", "experts")
-SLOW = ("llama, ring attention",)
-TIERS = [
-    pytest.param(
-        name, marks=[] if name in FAST else pytest.mark.slow if name in SLOW else pytest.mark.long
-    )
-    for name in PLANS
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TIERS)
-def test_what_is_sent_again_is_what_the_step_then_sends_more(name):
-    """Beside whole steps that keep everything, and everything but one activation."""
-    config = override(PLANS[name], {"memory.policy": "full"})
-    plan = make_plan(config, jax.devices()[: devices_needed(config.mesh)])
-    found = recompute_bytes(experiment_of(config, plan))
-    names = [one.name for one in activations(experiment_of(config, plan))]
-    everything = dict.fromkeys(vars(Keep()), "save")
-
-    def whole(**keep: Any) -> float:
-        kept = dataclasses.replace(plan, keep=Keep(**everything | keep))
-        return sum(one.step_bytes for one in step_collectives(experiment_of(config, kept)))
-
-    least = whole()
-    assert any(found.values()), "else the test says nothing"
-    for one in names:
-        if one != "block_input" and (found[one] or one in ("q", "mlp_hidden")):
-            assert config.model.layers * found[one] == pytest.approx(
-                whole(**{one: "recompute"}) - least
-            )
 
 
 def test_parallel_sublayers_send_half_of_what_serial_ones_do():

@@ -14,7 +14,8 @@ from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import flatten
 from jaxpar.plan.compositions import Study, compose
-from jaxpar.plan.rehearsal_cache import Figures, digest_of
+from jaxpar.plan.figures import Figures
+from jaxpar.plan.rehearsal_cache import digest_of
 from jaxpar.plan.settings import (
     SETTINGS,
     NoEffect,

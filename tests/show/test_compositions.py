@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.text import Text
 
 from jaxpar.plan.compositions import Study
-from jaxpar.plan.rehearsal_cache import Figures, Point
+from jaxpar.plan.figures import Figures, Point
 from jaxpar.show.compositions import composition_figure, gains_table, points_table
 
 

@@ -12,21 +12,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.base.config import Config
 from jaxpar.base.errors import Say
 from jaxpar.bench.measure import BenchRow
 from jaxpar.bench.plans.order import kendall, spearman
 from jaxpar.bench.plans.pairs import Space, pair_of, space_of
 from jaxpar.bench.plans.rehearsed import RehearsedPlan, by_pair
-from jaxpar.plan.candidate import Candidate, candidate_of
+from jaxpar.plan import engine
+from jaxpar.plan.candidate import Candidate, plan_text
 from jaxpar.plan.closed_form import Estimate
-from jaxpar.plan.layout_search.answer import plan_text
-from jaxpar.plan.layout_search.correct import Correction
-from jaxpar.plan.layout_search.finalists import Round, rehearse_finalists, winner_of
+from jaxpar.plan.engine import Correction, Outcome, Priced, rehearse_finalists, winner_of
+from jaxpar.plan.figures import Figures
+from jaxpar.plan.layout_search.contenders import UNSURE
 from jaxpar.plan.layout_search.find import REHEARSALS, WORKERS
-from jaxpar.plan.layout_search.memory_choices import Priced
-from jaxpar.plan.layout_search.processes import Outcome
-from jaxpar.plan.rehearsal_cache import Figures
 
 
 class RankedRehearsal(NamedTuple):
@@ -147,25 +144,18 @@ def _play(space: Space, plans: Sequence[RankedRehearsal]) -> tuple[RankedRehears
     """
     by_candidate = {one.row.candidate: one for one in plans}
     priced = [Priced(one.row.candidate, one.predicted) for one in plans]
-    of = Round(space.request, space.ladder, space.price, priced)
 
-    def measure(configs: Sequence[Config]) -> list[Outcome]:
-        return [_outcome(by_candidate[candidate_of(config)].row, space) for config in configs]
+    def within(plan: Priced, room: float) -> list[Priced]:
+        return [plan] if plan.bytes <= room else []
 
-    correction, best = rehearse_finalists(
-        of, measure, REHEARSALS, WORKERS, lambda line: None, _in_order
-    )
+    def measure(chosen: Sequence[Priced], correction: Correction) -> list[Outcome]:
+        return [_outcome(by_candidate[plan.candidate].row, space) for plan in chosen]
+
+    plays = engine.Space(space.request.budget, priced, within, unsure=UNSURE)
+    correction, best = rehearse_finalists(plays, measure, REHEARSALS, WORKERS)
     winner = winner_of(best, correction)
     candidate: Candidate = (winner or priced[0]).candidate
     return by_candidate[candidate], len(correction.rehearsed)
-
-
-def _in_order(of: Round, correction: Correction) -> list[Priced]:
-    """List the plans that are expected to fit, the fastest first by all that is known."""
-    refused = {one.plan.candidate for one in correction.rehearsed if not one.fits}
-    plans = [one for one in of.plans if one.candidate not in refused]
-    fits = [one for one in plans if correction.bytes(one) <= of.request.budget]
-    return sorted(fits, key=lambda one: (correction.seconds(one), one.bytes))
 
 
 def _outcome(row: RehearsedPlan, space: Space) -> Outcome:

@@ -11,12 +11,14 @@ from typing import NamedTuple
 from jaxpar.base.config import load_config
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.layout_search.correct import Correction
+from jaxpar.plan.engine import Correction, Price, Priced
+from jaxpar.plan.engine.finalists import contenders
+from jaxpar.plan.layout_search.contenders import Choices
+from jaxpar.plan.layout_search.contenders import space_of as contending
 from jaxpar.plan.layout_search.facts import Facts, facts_of
-from jaxpar.plan.layout_search.finalists import Round, contenders
 from jaxpar.plan.layout_search.find import closed_forms
 from jaxpar.plan.layout_search.layouts import batchings, layouts, refused_layout
-from jaxpar.plan.layout_search.memory_choices import Ladder, Price, Priced, ladder_of
+from jaxpar.plan.layout_search.memory_choices import Ladder, ladder_of
 from jaxpar.plan.layout_search.rank import rank
 from jaxpar.plan.layout_search.request import Request, make_request
 from jaxpar.rehearse.targets import load_target
@@ -115,8 +117,8 @@ def draw_plans(space: Space, count: int = PLANS, seed: int = _SEED) -> list[Draw
     request = space.request
     meshes = layouts(request, space.facts)
     ranking = rank(request, space.facts, meshes, space.ladder, space.price)
-    of = Round(request, space.ladder, space.price, ranking.plans)
-    best = contenders(of, Correction())[:_FIRST]
+    choices = Choices(request, space.ladder, space.price)
+    best = contenders(contending(choices, ranking.plans), Correction())[:_FIRST]
     found = {one.candidate: Drawn("first", one.candidate) for one in best}
     limit = _SLOWEST * best[0].seconds
     others = [

@@ -9,8 +9,9 @@ from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import Say
 from jaxpar.bench.plans.pairs import Drawn, Pair, Space, draw_plans, space_of
 from jaxpar.bench.plans.rehearsed import RehearsedPlan, rehearsed_plans, write_row
-from jaxpar.plan.layout_search.answer import plan_text
-from jaxpar.plan.layout_search.processes import Outcome, rehearse_all
+from jaxpar.plan.candidate import plan_text
+from jaxpar.plan.engine import Outcome
+from jaxpar.plan.layout_search.processes import rehearse_all
 from jaxpar.rehearse.report.report_tables import seconds_text
 
 FILE = "rehearsed.csv"

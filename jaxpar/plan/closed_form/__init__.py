@@ -8,12 +8,13 @@ that takes. `rates` has the speed of a device, `work` what it computes, `memory`
 `trainers` says what of a collective is hidden, and `estimate` puts them together.
 """
 
-from jaxpar.plan.closed_form.estimate import estimate
+from jaxpar.plan.closed_form.estimate import HOST_EXPOSED, estimate, waits_for_host
 from jaxpar.plan.closed_form.parts import Bytes, Estimate
 from jaxpar.plan.closed_form.shapes import StepShapes, step_shapes
 from jaxpar.plan.closed_form.trainers import TRAINERS, Trainer
 
 __all__ = [
+    "HOST_EXPOSED",
     "TRAINERS",
     "Bytes",
     "Estimate",
@@ -21,4 +22,5 @@ __all__ = [
     "Trainer",
     "estimate",
     "step_shapes",
+    "waits_for_host",
 ]

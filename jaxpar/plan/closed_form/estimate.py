@@ -71,6 +71,7 @@ def estimate(
     idle_forward = ticks.forward - microbatches * candidate.virtual
     idle_backward = ticks.backward - microbatches * candidate.virtual
     times = parts * microbatches
+    offloaded = runs * block.held.offloaded
     return Estimate(
         compute=runs * (block.forward.compute + block.backward.compute)
         + times * (tables.compute + once.added),
@@ -82,14 +83,32 @@ def estimate(
         launches=runs * (block.launched_forward + block.launched_backward)
         + times * tables.launched,
         update=once.update,
-        host=once.host
-        + _HOST_EXPOSED * 2 * parts * once.layers * block.held.offloaded / on.rates.host,
+        host=once.host + waits_for_host(offloaded / on.rates.host, runs * forward, runs * backward),
         bytes=_bytes(shapes, candidate, block.held, tables.held, once.state),
+        offloaded=offloaded,
     )
 
 
-_HOST_EXPOSED = 0.3
-"""The share of the transfers of activations that compute waits for (`plan.choose_remat`)."""
+HOST_EXPOSED = 0.3
+"""The share of the transfers of activations to host memory and back that compute waits for at the
+least: a loop over layers sends what a layer made before the next one starts.
+"""
+
+
+def waits_for_host(
+    each: float, forward: float, backward: float, exposed: float = HOST_EXPOSED
+) -> float:
+    """Return the seconds in which compute waits for activations on their way to host memory, behind
+    the forward, and back, behind the backward.
+
+    Args:
+      each: the seconds of all transfers of one way.
+      forward: the seconds of the forward.
+      backward: the seconds of the backward, with what it makes again.
+      exposed: the share of the transfers that is waited for in any case.
+    """
+    too_long = max(each - forward, 0.0) + max(each - backward, 0.0)
+    return max(too_long, exposed * 2 * each)
 
 
 def _bytes(
@@ -303,7 +322,6 @@ class _Once(NamedTuple):
     update: float
     exposed: float
     host: float
-    layers: int
     state: StateHeld
 
 
@@ -317,7 +335,6 @@ def _once(on: _System, candidate: Candidate) -> _Once:
         update=update_bytes(shapes, candidate, on.trainer.gradient_passes) / rates.memory,
         exposed=_waited(sends, ("once",), on, candidate),
         host=_state_moved(shapes, candidate) / rates.host,
-        layers=layers_a_tick(shapes, candidate) * candidate.virtual,
         state=state_held(shapes, candidate),
     )
 

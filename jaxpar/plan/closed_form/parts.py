@@ -41,6 +41,7 @@ class Estimate(NamedTuple):
       update: seconds of the optimizer's step.
       host: seconds of transfers to host memory and back that nothing hides.
       bytes: the bytes of one device.
+      offloaded: the bytes of activations that go to host memory in a step, and come back.
     """
 
     compute: float
@@ -50,6 +51,7 @@ class Estimate(NamedTuple):
     update: float
     host: float
     bytes: Bytes
+    offloaded: float = 0.0
 
     @property
     def seconds(self) -> float:

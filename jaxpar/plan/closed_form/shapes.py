@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpar.base.config import Config, override
-from jaxpar.base.errors import UserError
 from jaxpar.base.layout.activation_names import NAMES
 from jaxpar.base.layout.mesh import MESH_AXES
 from jaxpar.base.layout.plan import gradient_dtype, is_matrix, param_dtype
@@ -20,6 +19,7 @@ from jaxpar.base.layout.sharding import LogicalAxis
 from jaxpar.base.layout.specs import is_axes
 from jaxpar.models import AnyModel
 from jaxpar.models.masks import mean_keys
+from jaxpar.models.parameters import vocab_rows
 from jaxpar.train.activations import activations, unnamed_bytes
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment
@@ -138,13 +138,14 @@ class StepShapes:
 def step_shapes(experiment: Experiment | Config) -> StepShapes:
     """Find the facts of a step by tracing one block on one device, which takes seconds.
 
+    Of a whole model of a program's own the parameters and their state are known, and no layers.
+
     Args:
       experiment: the experiment, or its config. Its mesh, accumulation, pipeline and memory policy
         do not matter.
 
     Raises:
-      UserError: `make_experiment` refuses the config on one device, or the model is a whole model
-        of one's own, of whose blocks nothing is known.
+      UserError: `make_experiment` refuses the config on one device.
     """
     if isinstance(experiment, Experiment):
         config = experiment.config
@@ -154,12 +155,7 @@ def step_shapes(experiment: Experiment | Config) -> StepShapes:
         config = experiment
         model = None
         optimizer = None
-    alone = make_experiment(_on_one_device(config), jax.devices()[:1], model, optimizer)
-    if not alone.model.has_blocks:
-        raise UserError(
-            "a plan is found from the shapes of a model's blocks, and this model is one function: "
-            "give its blocks to jaxpar.models.Model, or choose its mesh by rehearsals"
-        )
+    alone = make_experiment(_on_one_device(config), jax.local_devices()[:1], model, optimizer)
     model_config = alone.config.model
     S = config.data.seq_len
     rows = alone.sequences * S
@@ -167,13 +163,12 @@ def step_shapes(experiment: Experiment | Config) -> StepShapes:
     return StepShapes(
         batch=config.train.batch,
         seq_len=S,
-        layers=model_config.layers,
+        layers=model_config.layers if alone.model.has_blocks else 0,
         embed=model_config.embed,
         heads=model_config.heads,
         kv_heads=model_config.kv_head_count,
         head_dim=model_config.head_size,
-        vocab=-(-model_config.vocab_size // model_config.vocab_multiple)
-        * model_config.vocab_multiple,
+        vocab=vocab_rows(model_config) if alone.model.has_blocks else 1,
         experts=model_config.experts,
         experts_per_token=model_config.experts_per_token,
         parallel_sublayers=model_config.sublayers == "parallel",

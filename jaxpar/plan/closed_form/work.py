@@ -146,7 +146,7 @@ def block_passes(shapes: StepShapes, candidate: Candidate, rates: Rates) -> Pass
         return Passes(forward, 0.0, backward, kernels)
     kept = kept_names(candidate)
     made = {one.name for one in shapes.named}
-    again = ops.moved.again
+    again = ops.moved.again - sum(seconds for name, seconds in ops.spared if name in kept)
     if "attention_out" not in kept:
         again += ops.attention_forward
     for name, seconds in ops.matmuls:
@@ -169,6 +169,8 @@ class _Ops(NamedTuple):
     attention_forward: float
     attention_backward: float
     moved: Moved
+    spared: tuple[tuple[str, float], ...]
+    """What is not made again of that where an activation is kept, by its name."""
 
 
 @lru_cache(maxsize=65536)
@@ -183,6 +185,9 @@ def _block_ops(shapes: StepShapes, candidate: Candidate, rates: Rates) -> _Ops:
         attention_forward=flops / rates.attention[0],
         attention_backward=2.5 * flops / rates.attention[1],
         moved=Moved(*(size / rates.memory for size in moved)),
+        spared=tuple(
+            (name, size / rates.memory) for name, size in spared_bytes(shapes, candidate).items()
+        ),
     )
 
 
@@ -220,6 +225,26 @@ def elementwise_bytes(shapes: StepShapes, candidate: Candidate) -> Moved:
     forward = 8 * stream + 2 * rotated + hidden + product + 4 * rows
     backward = 12 * stream + 2 * rotated + 2 * hidden + 2 * product + 4 * rows
     return Moved(forward + cast, forward, backward + cast)
+
+
+def spared_bytes(shapes: StepShapes, candidate: Candidate) -> dict[str, float]:
+    """Count, of the passes over memory that make a block again, those that each activation spares
+    where it is kept: the pass of a norm, of the rows that go to experts, and of the activation
+    function.
+    """
+    sizes = named_bytes(shapes, candidate)
+    made_of = {
+        "attention_norm": ("attention_norm",),
+        "mlp_norm": ("mlp_norm",),
+        "expert_input": ("expert_input",),
+        "mlp_hidden": ("gate", "up"),
+        "shared_mlp_hidden": ("shared_gate", "shared_up"),
+    }
+    return {
+        name: sizes[name] + sum(sizes.get(one, 0.0) for one in read)
+        for name, read in made_of.items()
+        if name in sizes
+    }
 
 
 def local_bytes(name: str, shapes: StepShapes, candidate: Candidate) -> float:

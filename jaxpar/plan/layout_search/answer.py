@@ -7,15 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from jaxpar.base.config import Config
-from jaxpar.base.layout.mesh import MESH_AXES
 from jaxpar.base.toml import flatten
-from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.layout_search.correct import Rehearsed
+from jaxpar.plan.candidate import Candidate, plan_text
+from jaxpar.plan.engine.correct import Rehearsed
+from jaxpar.plan.engine.priced import Priced
+from jaxpar.plan.figures import Figures
 from jaxpar.plan.layout_search.infeasible import Refusals
-from jaxpar.plan.layout_search.memory_choices import Priced
 from jaxpar.plan.layout_search.processes import Verified
 from jaxpar.plan.layout_search.request import Request
-from jaxpar.plan.rehearsal_cache import Figures
 from jaxpar.rehearse.how_sure import interval_of
 from jaxpar.rehearse.report.schema import Interval, NoInterval
 
@@ -101,36 +100,36 @@ class Answer:
 
     Attributes:
       request: what was asked.
-      best: the best plan; None = nothing fits.
-      config: its config, which `jaxpar train` takes; None = nothing fits.
-      runners_up: the next plans on other meshes, the fastest first.
       rehearsed: all plans that were rehearsed, in order.
-      lost: why the others lost.
       refused: why plans cannot run, by kind.
-      changed: what would change the choice.
       points: time and memory of the plans that fit, for a picture.
       count: the number of plans in the space.
       priced: the number of plans that were priced one by one.
       ranked_in: the seconds that this took.
       took: the seconds of the whole search.
+      best: the best plan; None = nothing fits.
+      config: its config, which `jaxpar train` takes; None = nothing fits.
+      runners_up: the next plans on other meshes, the fastest first.
+      lost: why the others lost.
+      changed: what would change the choice.
       verified: the verdict of `verify`; None = it was not asked.
       chip_hour: the price of a chip for an hour; 0 = not given.
       notes: what else is to be said.
     """
 
     request: Request
-    best: Found | None
-    config: Config | None
-    runners_up: tuple[Found, ...]
     rehearsed: tuple[Rehearsed, ...]
-    lost: tuple[Lost, ...]
     refused: Mapping[str, Refusals]
-    changed: tuple[Changed, ...]
     points: tuple[tuple[float, float], ...]
     count: int
     priced: int
     ranked_in: float
     took: float
+    best: Found | None = None
+    config: Config | None = None
+    runners_up: tuple[Found, ...] = ()
+    lost: tuple[Lost, ...] = ()
+    changed: tuple[Changed, ...] = ()
     verified: Verified | None = None
     chip_hour: float = 0.0
     notes: tuple[str, ...] = ()
@@ -214,46 +213,3 @@ def _rehearsed_json(one: Rehearsed) -> dict[str, Any]:
         "figures": None if one.figures is None else asdict(one.figures),
         "refused": one.refused,
     }
-
-
-def mesh_text(candidate: Candidate) -> str:
-    """Write the mesh of a plan: `data=8 (across nodes) x fsdp=8`."""
-    parts = []
-    for axis, inside, across in zip(MESH_AXES, candidate.mesh, candidate.dcn, strict=True):
-        if inside * across == 1:
-            continue
-        if across == 1:
-            parts.append(f"{axis}={inside}")
-        elif inside == 1:
-            parts.append(f"{axis}={across} across")
-        else:
-            parts.append(f"{axis}={inside * across} ({across} across)")
-    return " x ".join(parts) or "1 device"
-
-
-def plan_text(candidate: Candidate) -> str:
-    """Write a plan in a few words: `fsdp=64, dots, 4 microbatches`."""
-    parts = [mesh_text(candidate)]
-    if candidate.size("stage") > 1:
-        virtual = f" x {candidate.virtual}" if candidate.virtual > 1 else ""
-        parts.append(f"{candidate.schedule}{virtual}, {candidate.microbatches} in the pipeline")
-    if candidate.accumulation > 1:
-        parts.append(f"{candidate.accumulation} microbatches")
-    if candidate.zero:
-        parts.append("ZeRO-1")
-    parts.append("keeps all" if candidate.policy == "none" else candidate.policy)
-    parts += [f"{name} {_ACTIONS[action]}" for name, action in candidate.keep]
-    if candidate.optimizer != "device":
-        parts.append(f"optimizer {_PLACES[candidate.optimizer]}")
-    if candidate.parameters != "device":
-        parts.append("parameters in host memory")
-    if candidate.moments != "float32":
-        parts.append(f"{candidate.moments} moments")
-    parts += [f"{name} {form}" for name, form in candidate.overlap]
-    if not candidate.scan:
-        parts.append("unrolled")
-    return ", ".join(parts)
-
-
-_ACTIONS = {"save": "kept", "offload": "in host memory", "recompute": "made again"}
-_PLACES = {"offload": "in host memory", "host": "updated by the host"}

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.engine import Price, Priced
 from jaxpar.plan.layout_search.answer import Changed, Lost
+from jaxpar.plan.layout_search.contenders import Choices
 from jaxpar.plan.layout_search.facts import Facts
 from jaxpar.plan.layout_search.layouts import Layout
-from jaxpar.plan.layout_search.memory_choices import Ladder, Price, Priced
 from jaxpar.plan.layout_search.rank import Ranking, rank
 from jaxpar.plan.layout_search.refine import refine
 from jaxpar.plan.layout_search.request import Request
@@ -92,26 +93,29 @@ def _reason(plan: Priced, best: Priced) -> str:
 
 
 def changes_of(
-    request: Request,
+    choices: Choices,
     facts: Facts,
     meshes: Sequence[Layout],
-    ladder: Ladder,
     price_of: Callable[[Request], Price],
     best: Priced,
 ) -> list[Changed]:
     """Search once more, on the best meshes alone, for requests that differ in one thing.
 
     Args:
+      choices: what a plan of the request may choose.
       meshes: the meshes to look at.
       price_of: makes what prices the plans of a request.
       best: the answer to the request itself, by the closed forms.
     """
     found = []
+    request = choices.request
+    ladder = choices.ladder
     for what, other in _others(request, facts):
         price = price_of(other)
         ranking = rank(other, facts, meshes, ladder, price)
         refined = [
-            refine(plan, other, price, other.budget) for plan in ranking.plans[:_MOST_REFINED]
+            refine(plan, other, price, other.budget, ladder.may_offload)
+            for plan in ranking.plans[:_MOST_REFINED]
         ]
         if not refined:
             found.append(Changed(what, None))

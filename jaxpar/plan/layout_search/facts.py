@@ -60,14 +60,11 @@ class Facts(NamedTuple):
     dropout: bool
 
 
-def facts_of(request: Request, model: AnyModel | None = None) -> Facts:
-    """Collect the facts of a request.
-
-    Args:
-      model: the model; None = the model of the config.
-    """
+def facts_of(request: Request) -> Facts:
+    """Collect the facts of a request."""
     config = request.config
-    made: AnyModel = Model(config.model) if model is None else model
+    own = request.experiment
+    made: AnyModel = Model(config.model) if own is None else own.model
     sizes = _declared_sizes(made)
     length = config.data.seq_len
     if made.has_blocks:

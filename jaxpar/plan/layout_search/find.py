@@ -5,34 +5,42 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxpar.base.config import Config
 from jaxpar.base.config.checks import check
 from jaxpar.base.errors import Say, UserError
 from jaxpar.parallel.host_memory import check_offload
-from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.candidate import Candidate, plan_text
 from jaxpar.plan.closed_form import Estimate, estimate, step_shapes
-from jaxpar.plan.layout_search.answer import Answer, plan_text
-from jaxpar.plan.layout_search.correct import Correction
-from jaxpar.plan.layout_search.explain import changes_of, losers
-from jaxpar.plan.layout_search.facts import facts_of
-from jaxpar.plan.layout_search.finalists import (
-    Measure,
-    Round,
-    found,
+from jaxpar.plan.engine import (
+    Correction,
+    Outcome,
+    Price,
+    Priced,
     rehearse_finalists,
-    runners_up,
     winner_of,
 )
+from jaxpar.plan.layout_search.answer import Answer, Found
+from jaxpar.plan.layout_search.contenders import Choices, space_of
+from jaxpar.plan.layout_search.explain import changes_of, losers
+from jaxpar.plan.layout_search.facts import Facts, facts_of
 from jaxpar.plan.layout_search.infeasible import by_kind
 from jaxpar.plan.layout_search.layouts import Layout, layouts, nothing_left
-from jaxpar.plan.layout_search.memory_choices import Price, Priced, ladder_of
-from jaxpar.plan.layout_search.processes import Outcome, rehearse_all, verify_apart
-from jaxpar.plan.layout_search.rank import rank
+from jaxpar.plan.layout_search.memory_choices import ladder_of
+from jaxpar.plan.layout_search.processes import (
+    Verified,
+    rehearse_all,
+    rehearse_own,
+    verify_apart,
+    verify_own,
+)
+from jaxpar.plan.layout_search.rank import Ranking, rank
 from jaxpar.plan.layout_search.request import Request, make_request, request_line
 from jaxpar.rehearse.targets import Target, load_target
+from jaxpar.train.experiment import Experiment
 
 REHEARSALS = 6
 WORKERS = 2
@@ -43,10 +51,12 @@ _MESHES_TO_CHANGE = 24
 
 PriceOf = Callable[[Request], Price]
 """Makes what prices the plans of a request."""
+Rehearse = Callable[[Sequence[Config]], Sequence[Outcome]]
+"""Rehearses configs."""
 
 
 def search(
-    config: Config,
+    experiment: Config | Experiment,
     target: Target | str,
     *,
     sequences: int = 0,
@@ -62,12 +72,14 @@ def search(
     folder: Path | None = None,
     say: Say = lambda line: None,
     price_of: PriceOf | None = None,
-    measure: Measure | None = None,
+    measure: Rehearse | None = None,
 ) -> Answer:
     """Find the fastest plan of a config that fits a target.
 
     Args:
-      config: the config; of its plan nothing counts.
+      experiment: the config, or an experiment, which may have a model or an optimizer of a
+        program's own; of its plan nothing counts. What is of a program's own is rehearsed and
+        verified in this process, and not remembered.
       target: the target, or its name.
       sequences: the sequences of a step; 0 = the config's.
       tokens: the tokens of a step, in place of `sequences`.
@@ -88,15 +100,13 @@ def search(
       The answer, which says why nothing fits where nothing does.
 
     Raises:
-      UserError: the config is wrong in itself, the request makes no sense, or the target's compiler
-        is missing and plans are to be rehearsed.
+      UserError: the config is wrong in itself, the request makes no sense, the target's compiler
+        is missing and plans are to be rehearsed, or a model of a program's own has no blocks.
     """
     began = time.perf_counter()
-    if not isinstance(target, Target):
-        target = load_target(target)
     request = make_request(
-        config,
-        target,
+        experiment,
+        target if isinstance(target, Target) else load_target(target),
         sequences=sequences,
         tokens=tokens,
         budget=budget,
@@ -112,53 +122,76 @@ def search(
     if rehearsals > 0 and measure is None and not _may_offload(request, notes):
         ladder = ladder_of(request, facts.has_moments, may_offload=False)
     price_of = price_of or closed_forms
-    price = price_of(request)
-    meshes = layouts(request, facts)
-    ranking = rank(request, facts, meshes, ladder, price, say)
-    if not ranking.plans and not ranking.refused:
-        ranking.refused.append((nothing_left(request), ladder.size))
-    say(
-        f"{ranking.count:,} plans on {len(meshes):,} meshes in {ranking.seconds:.1f} s, "
-        f"{ranking.priced:,} of them priced one by one; {len(ranking.plans):,} contenders fit"
-    )
-    of = Round(request, ladder, price, ranking.plans)
+    choices = Choices(request, ladder, price_of(request))
+    ranking = _rank(choices, facts, say)
     with tempfile.TemporaryDirectory() as own:
-        place = folder or Path(own)
-        measure = measure or _processes(target, place, workers)
-        correction, best = rehearse_finalists(of, measure, rehearsals, workers, say)
+        rehearse = measure or _rehearse_with(request, folder or Path(own), workers)
+        correction, best = rehearse_finalists(
+            space_of(choices, ranking.plans),
+            lambda plans, _: rehearse([request.config_of(plan.candidate) for plan in plans]),
+            rehearsals,
+            workers,
+            say,
+        )
     winner = winner_of(best, correction)
-    if winner is not None and rehearsals:
+    found = _Finding(choices, facts, ranking, correction, best)
+    if winner is None:
+        return _answer(found, began, notes)
+    if rehearsals:
         notes += _unsettled(winner, best, correction)
-    settled = None if winner is None else check(request.config_of(winner.candidate))
-    verified = None
-    if settled is not None and verify:
-        say("verifying the winner on a small model, against one device")
-        verified = verify_apart(settled)
-        say(verified.says)
-    near = _best_meshes(ranking.plans)
+    config = check(request.config_of(winner.candidate))
+    return replace(
+        _answer(found, began, notes),
+        best=_found(winner, correction),
+        config=config,
+        runners_up=tuple(_runners_up(winner, best, correction)),
+        lost=tuple(losers(ranking, best, winner, ladder.size)),
+        changed=tuple(changes_of(choices, facts, _best_meshes(ranking.plans), price_of, winner)),
+        verified=_verify(request, config, say) if verify else None,
+        chip_hour=chip_hour,
+        took=time.perf_counter() - began,
+    )
+
+
+class _Finding(NamedTuple):
+    """What a search has found out.
+
+    Attributes:
+      choices: what a plan may choose.
+      facts: what is known of the model.
+      ranking: all plans by the closed forms.
+      correction: what was rehearsed.
+      best: the contenders, the fastest first by all that is known.
+    """
+
+    choices: Choices
+    facts: Facts
+    ranking: Ranking
+    correction: Correction
+    best: Sequence[Priced]
+
+
+def _answer(found: _Finding, began: float, notes: Sequence[str]) -> Answer:
+    """Answer without a plan."""
+    ranking = found.ranking
+    correction = found.correction
     return Answer(
-        request=request,
-        best=None if winner is None else found(winner, correction),
-        config=settled,
-        runners_up=tuple(runners_up(winner, best, correction, _RUNNERS_UP)),
+        request=found.choices.request,
         rehearsed=correction.rehearsed,
-        lost=tuple(losers(ranking, best, winner, ladder.size) if winner else ()),
         refused=by_kind(ranking.refused),
-        changed=tuple(changes_of(request, facts, near, ladder, price_of, winner) if winner else ()),
         points=tuple((correction.seconds(one), correction.bytes(one)) for one in ranking.plans),
         count=ranking.count,
         priced=ranking.priced,
         ranked_in=ranking.seconds,
         took=time.perf_counter() - began,
-        verified=verified,
-        chip_hour=chip_hour,
         notes=tuple(notes),
     )
 
 
 def closed_forms(request: Request) -> Price:
     """Make what prices the plans of a request by the closed forms."""
-    shapes = step_shapes(request.config)
+    own = request.experiment
+    shapes = step_shapes(request.config if own is None else replace(own, config=request.config))
 
     def price(candidate: Candidate) -> Estimate:
         return estimate(shapes, candidate, request.target)
@@ -166,13 +199,39 @@ def closed_forms(request: Request) -> Price:
     return price
 
 
-def _processes(target: Target, folder: Path, workers: int) -> Measure:
-    """Return what rehearses configs in processes of their own."""
+def _rank(choices: Choices, facts: Facts, say: Say) -> Ranking:
+    """Put all plans of a request in order by their price."""
+    request = choices.request
+    meshes = layouts(request, facts)
+    ranking = rank(request, facts, meshes, choices.ladder, choices.price, say)
+    if not ranking.plans and not ranking.refused:
+        ranking.refused.append((nothing_left(request), choices.ladder.size))
+    say(
+        f"{ranking.count:,} plans on {len(meshes):,} meshes in {ranking.seconds:.1f} s, "
+        f"{ranking.priced:,} of them priced one by one; {len(ranking.plans):,} contenders fit"
+    )
+    return ranking
 
-    def measure(configs: Sequence[Config]) -> list[Outcome]:
-        return rehearse_all(configs, target, folder, workers)
 
-    return measure
+def _rehearse_with(request: Request, folder: Path, workers: int) -> Rehearse:
+    """Return what rehearses configs: in processes of their own, but for a model of a program's own,
+    which lives here alone.
+    """
+    own = request.experiment
+    if own is not None:
+        return lambda configs: rehearse_own(own, configs, request.target)
+    return lambda configs: rehearse_all(configs, request.target, folder, workers)
+
+
+def _verify(request: Request, config: Config, say: Say) -> Verified:
+    """Compare a config with one device."""
+    say("verifying the winner on a small model, against one device")
+    if request.experiment is None:
+        verified = verify_apart(config)
+    else:
+        verified = verify_own(request.experiment, config, request.target)
+    say(verified.says)
+    return verified
 
 
 def _may_offload(request: Request, notes: list[str]) -> bool:
@@ -202,3 +261,17 @@ def _best_meshes(plans: Sequence[Priced]) -> list[Layout]:
     """Return the meshes of the fastest plans, each once."""
     meshes = dict.fromkeys(Layout(plan.candidate.mesh, plan.candidate.dcn) for plan in plans)
     return list(meshes)[:_MESHES_TO_CHANGE]
+
+
+def _found(plan: Priced, correction: Correction) -> Found:
+    """Say what is known of a plan."""
+    known = correction.of(plan.candidate)
+    figures = None if known is None else known.figures
+    return Found(plan.candidate, correction.seconds(plan), correction.bytes(plan), plan, figures)
+
+
+def _runners_up(winner: Priced, best: Sequence[Priced], correction: Correction) -> list[Found]:
+    """List the next plans beside the winner, one for each mesh."""
+    meshes = dict.fromkeys(plan.candidate.sizes for plan in (winner, *best))
+    first = {sizes: next(p for p in best if p.candidate.sizes == sizes) for sizes in meshes}
+    return [_found(plan, correction) for plan in list(first.values())[1 : 1 + _RUNNERS_UP]]

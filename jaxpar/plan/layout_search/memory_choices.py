@@ -7,38 +7,18 @@ nothing is recomputed or offloaded where the run fits without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.activation_names import Policy
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.closed_form import Estimate
+from jaxpar.plan.engine.priced import Price, Priced, priced
 from jaxpar.plan.layout_search.infeasible import Infeasible
 from jaxpar.plan.layout_search.request import Request
 
-Price = Callable[[Candidate], Estimate]
-"""What a step costs under a candidate."""
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 _SMALL_LOSS = 256
 """The MiB of the loss on the lowest rung."""
-
-
-class Priced(NamedTuple):
-    """A candidate with what its step costs."""
-
-    candidate: Candidate
-    estimate: Estimate
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of the step, by the closed forms alone."""
-        return self.estimate.seconds
-
-    @property
-    def bytes(self) -> float:
-        """The bytes of a device, by the closed forms alone."""
-        return self.estimate.bytes.total
 
 
 class Ladder(NamedTuple):
@@ -48,10 +28,12 @@ class Ladder(NamedTuple):
     Attributes:
       rungs: the groups, from those that keep most on the device.
       least: the choice that keeps least there.
+      may_offload: whether the target's host memory may be used.
     """
 
     rungs: tuple[tuple[dict[str, Any], ...], ...]
     least: dict[str, Any]
+    may_offload: bool
 
     @property
     def top(self) -> dict[str, Any]:
@@ -93,7 +75,8 @@ def ladder_of(request: Request, has_moments: bool, may_offload: bool) -> Ladder:
             f"what is fixed ({', '.join(map(str, request.fixed))}) uses what is forbidden "
             f"({', '.join(sorted(request.forbidden))}): leave one of them out"
         )
-    return Ladder(tuple(rungs), rungs[-1][-1] | _most_recomputed(rungs[-1]))
+    least = rungs[-1][-1] | _most_recomputed(rungs[-1])
+    return Ladder(tuple(rungs), least, may_offload)
 
 
 def _losses(request: Request) -> list[int]:
@@ -127,21 +110,17 @@ def best_rung(
       The plan, or why none fits; and the number of plans that were priced.
     """
     candidate = candidate._replace(keep=())
-    least = _priced(candidate._replace(**ladder.least), price)
+    least = priced(candidate._replace(**ladder.least), price)
     if least.bytes > room:
         return _too_large(least, room), 1
     count = 1
     for rung in ladder.rungs:
-        priced = [_priced(candidate._replace(**choice), price) for choice in rung]
-        count += len(priced)
-        fits = [one for one in priced if one.bytes <= room]
+        choices = [priced(candidate._replace(**choice), price) for choice in rung]
+        count += len(choices)
+        fits = [one for one in choices if one.bytes <= room]
         if fits:
             return min(fits, key=lambda one: (one.seconds, one.bytes)), count
     return least, count
-
-
-def _priced(candidate: Candidate, price: Price) -> Priced:
-    return Priced(candidate, price(candidate))
 
 
 def _too_large(least: Priced, room: float) -> Infeasible:

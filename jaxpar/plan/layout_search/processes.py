@@ -1,4 +1,6 @@
-"""Rehearsals and a verification in processes of their own, several at a time."""
+"""Rehearsals and verifications of a search: in processes of their own, several at a time, or in
+this one where a model is of a program's own.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +9,26 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.base.config import Config
+from jaxpar.base.errors import UserError
 from jaxpar.base.toml import to_toml
-from jaxpar.plan.rehearsal_cache import Figures
+from jaxpar.plan.engine import Outcome
+from jaxpar.plan.figures import Figures
+from jaxpar.rehearse.of_config import rehearse
+from jaxpar.rehearse.report.memory import DoesNotFit
 from jaxpar.rehearse.targets import Target
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import with_config
+from jaxpar.verify.of_config import verify
 
 _WORKER = "jaxpar.plan.layout_search.worker"
 _LAST = 3  # lines of what a process said before it ended
-
-
-class Outcome(NamedTuple):
-    """What became of one config: its figures, or why there are none."""
-
-    figures: Figures | None = None
-    refused: str = ""
-    too_large: bool = False
-    """Whether the compiler refused it for its memory."""
 
 
 class Verified(NamedTuple):
@@ -62,6 +63,41 @@ def rehearse_all(
 
     with ThreadPoolExecutor(max_workers=workers) as pool:
         return list(pool.map(one, configs))
+
+
+def outcome_of(rehearsal: Callable[[], Figures]) -> Outcome:
+    """Rehearse, and say what became of it."""
+    try:
+        return Outcome(rehearsal())
+    except DoesNotFit as refused:
+        return Outcome(refused=str(refused), too_large=True)
+    except UserError as refused:
+        return Outcome(refused=str(refused))
+
+
+def rehearse_own(
+    experiment: Experiment, configs: Sequence[Config], target: Target
+) -> list[Outcome]:
+    """Rehearse an experiment under several configs, one after another in this process."""
+
+    def rehearsal(config: Config) -> Figures:
+        return Figures.of(rehearse(with_config(experiment, config, target.devices()), target))
+
+    return [outcome_of(partial(rehearsal, config)) for config in configs]
+
+
+def verdict_on(experiment: Config | Experiment) -> Verified:
+    """Verify a config, or an experiment, in this process."""
+    try:
+        found = verify(experiment)
+    except UserError as refused:
+        return Verified(False, str(refused))
+    return Verified(found.equal, str(found))
+
+
+def verify_own(experiment: Experiment, config: Config, target: Target) -> Verified:
+    """Verify an experiment under a config in this process."""
+    return verdict_on(with_config(experiment, config, target.devices()))
 
 
 def verify_apart(config: Config) -> Verified:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 from jaxpar.base.errors import Say
 from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.engine import Price, Priced
 from jaxpar.plan.layout_search.facts import Facts
 from jaxpar.plan.layout_search.infeasible import Infeasible
 from jaxpar.plan.layout_search.layouts import Layout, batchings, refused_layout
-from jaxpar.plan.layout_search.memory_choices import Ladder, Price, Priced, best_rung, on_top
-from jaxpar.plan.layout_search.refine import keep_more
+from jaxpar.plan.layout_search.memory_choices import Ladder, best_rung, on_top
+from jaxpar.plan.layout_search.refine import keep_by_name
 from jaxpar.plan.layout_search.request import Request
 
 BEHIND = 1.3
@@ -113,7 +114,8 @@ def _rank_branch(
         ranking.refused.append((found, ladder.size))
         return best
     if top.seconds < best:
-        found = keep_more(found, request, price, room) or found
+        offload = ladder.may_offload and "offload" not in request.forbidden
+        found = keep_by_name(found, request, price, room, offload) or found
     if found.seconds > BEHIND * best:
         ranking.behind.append(found)
         return best

@@ -19,6 +19,7 @@ from jaxpar.base.registry import require_names
 from jaxpar.base.toml import flatten
 from jaxpar.plan.candidate import Candidate, changes
 from jaxpar.rehearse.targets import Target
+from jaxpar.train.experiment import Experiment
 
 STATE_EMBED = "rules.state_embed"
 _CHOICES: dict[str, Callable[[Candidate], Any]] = {
@@ -89,6 +90,7 @@ class Request:
         the names of mesh axes, for their size over all slices or nodes, and `zero`.
       forbidden: names of `USES` that no plan may use.
       may: settings that change the numbers and may be chosen all the same: `moments`.
+      experiment: the experiment, where its model or its optimizer is of a program's own.
     """
 
     config: Config
@@ -97,6 +99,7 @@ class Request:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     forbidden: frozenset[str] = frozenset()
     may: frozenset[str] = frozenset()
+    experiment: Experiment | None = None
 
     @property
     def sequences(self) -> int:
@@ -147,7 +150,7 @@ def plain_config(config: Config) -> Config:
 
 
 def make_request(
-    config: Config,
+    experiment: Config | Experiment,
     target: Target,
     *,
     sequences: int = 0,
@@ -160,8 +163,8 @@ def make_request(
     """Make the request of a search.
 
     Args:
-      config: the config; its batch and seq_len, its model and its precision count, and its plan
-        does not.
+      experiment: the config, or an experiment; its batch and seq_len, its model and its precision
+        count, and its plan does not.
       sequences: the sequences of a step; 0 = the config's.
       tokens: the tokens of a step, in place of `sequences`.
       budget: the bytes of a device that a step may take; 0 = all that a program may have.
@@ -172,6 +175,7 @@ def make_request(
     Raises:
       UserError: a key or a name is not known, or tokens are no whole number of sequences.
     """
+    config = experiment if isinstance(experiment, Config) else experiment.config
     has = usable_bytes(target.hardware.hbm_bytes, target.platform)
     if budget > has:
         raise UserError(
@@ -195,7 +199,22 @@ def make_request(
         known,
         frozenset(forbidden),
         frozenset(may),
+        _own(experiment, config),
     )
+
+
+def _own(experiment: Config | Experiment, config: Config) -> Experiment | None:
+    """Return an experiment with a config where anything of it is of a program's own."""
+    if isinstance(experiment, Config):
+        return None
+    if not experiment.model.has_blocks:
+        raise UserError(
+            "a plan is found from the shapes of a model's blocks, and this model is one function: "
+            "give its blocks to jaxpar.models.Model, or choose its mesh by rehearsals"
+        )
+    if not experiment.model.own_parts() and experiment.own_optimizer is None:
+        return None
+    return replace(experiment, config=config)
 
 
 def _require_values(config: Config, fixed: Mapping[str, Any]) -> None:

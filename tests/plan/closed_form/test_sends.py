@@ -14,11 +14,13 @@ from traced_steps import config_of, staged
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.layout.mesh import devices_needed
+from jaxpar.base.layout.plan import Overlap
 from jaxpar.hlo.program.tasks import sent_bytes
 from jaxpar.plan.candidate import candidate_of
 from jaxpar.plan.closed_form import step_shapes
 from jaxpar.plan.closed_form.sends import sends_of_step
 from jaxpar.plan.communication import bytes_by_collective, step_collectives
+from jaxpar.train.activations import activations
 from jaxpar.train.experiments import make_plan
 
 EXPERTS = {"model.experts": 4, "model.experts_per_token": 2}
@@ -115,3 +117,49 @@ def test_layers_and_tokens_scale_what_is_sent():
     assert total(deeper, "weights") - tables == pytest.approx(2 * blocks)
     assert total(longer, "weights") == total(shapes, "weights")
     assert total(longer, "stream") > 1.9 * total(shapes, "stream")
+
+
+# What is made again.
+
+AGAIN = {
+    "llama, fsdp x tensor": config_of("llama", fsdp=4, tensor=2),
+    "gpt2, tensor, Domino, bfloat16": dataclasses.replace(
+        config_of("gpt2", compute="bfloat16", data=2, tensor=2),
+        overlap=Overlap("xla", "ring", domino="on"),
+    ),
+    "llama, ring attention": config_of("llama", context=4, fsdp=2),
+    "gpt2, Ulysses": override(config_of("gpt2", context=4), {"context.strategy": "ulysses"}),
+    "experts": override(
+        config_of("llama", expert=2, tensor=2), {"model.experts": 4, "model.experts_per_token": 2}
+    ),
+}
+
+
+FAST = ("llama, fsdp x tensor", "experts")
+SLOWER = ("llama, ring attention",)
+TIERS = [
+    pytest.param(
+        name, marks=[] if name in FAST else pytest.mark.slow if name in SLOWER else pytest.mark.long
+    )
+    for name in AGAIN
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TIERS)
+def test_what_is_sent_again_is_what_the_step_then_sends_more(name):
+    """Of whole steps that keep everything, and everything but one activation."""
+    config = override(AGAIN[name], {"memory.policy": "full"})
+    plan = make_plan(config, jax.devices()[: devices_needed(config.mesh)])
+    names = [one.name for one in activations(experiment_of(config, plan))]
+    everything = {f"memory.keep.{name}": "save" for name in names}
+    whole = override(config, everything)
+    found = 0.0
+    for one in names:
+        if one != "block_input":
+            without = override(whole, {f"memory.keep.{one}": "recompute"})
+            again = sum(formula(without).values()) - sum(formula(whole).values())
+            wanted = sum(traced(without).values()) - sum(traced(whole).values())
+            assert again == pytest.approx(wanted, abs=SMALL, rel=1e-3), one
+            found += again
+    assert found > 0, "else the test says nothing"

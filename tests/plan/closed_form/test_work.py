@@ -85,3 +85,21 @@ def test_the_last_layers_of_uneven_stages_count_as_places():
     config: Config = staged(config_of("llama", "full", stage=4, **HALF), "1f1b", 4)
     shapes = step_shapes(override(config, {"model.layers": 6}))
     assert layers_a_tick(shapes, candidate_of(config)) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "masks", "seen"),
+    [
+        ("bert", "full", 64),
+        ("modernbert", "local(8)", 17),
+        ("llama", "causal", 32),
+        ("llama", "window(16)", 16 * (1 - 16 / 128)),
+    ],
+)
+def test_attention_costs_what_its_mask_shows(family: str, masks: str, seen: float) -> None:
+    """4 FLOPs for each query, key that it sees and entry of the heads; the sequence has 64."""
+    config = override(config_of(family), {"model.masks": (masks,), "data.seq_len": 64})
+    sizes = config.model
+    width = sizes.heads * sizes.head_size
+    flops = attention_flops(step_shapes(config), Candidate())
+    assert flops == 4 * config.train.batch * 64 * seen * width

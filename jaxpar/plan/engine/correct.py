@@ -11,30 +11,39 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.layout_search.memory_choices import Priced
-from jaxpar.plan.rehearsal_cache import Figures
+from jaxpar.plan.engine.priced import Priced
+from jaxpar.plan.figures import Figures
 
 _NEAR = 1.0
 """The differences at which a rehearsal counts e times less."""
 _PRIOR = 0.02
 """The weight of the closed forms themselves, beside a rehearsal of the same plan, which has 1."""
+_PRIOR_BYTES = 0.005
+_HOST = 1.1
+"""The multiple of its expected time that a plan with anything in host memory is taken to need:
+rehearsals of such plans took longer (docs/benchmarks.md).
+"""
 
 _KIND: tuple[Callable[[Candidate], object], ...] = (
     lambda one: one.dcn,
     lambda one: one.policy,
-    lambda one: one.keep,
     lambda one: (one.optimizer, one.parameters),
     lambda one: (one.zero, one.virtual, one.schedule),
     lambda one: one.overlap,
     lambda one: one.loss_mib,
 )
 """What makes two plans unlike each other, beside the sizes of their axes."""
+_OTHER_KEEP = 0.25
+"""The difference between two plans that keep other activations by name."""
 _SPLIT = 2.0
 """The difference between a plan that splits along an axis and one that does not."""
 _TWICE = 0.25
 """The difference between two plans of which one has twice the devices along an axis, or twice the
 microbatches.
 """
+
+
+_LEAST = 1e-9  # seconds
 
 
 class Rehearsed(NamedTuple):
@@ -64,19 +73,32 @@ class Correction(NamedTuple):
     rehearsed: tuple[Rehearsed, ...] = ()
 
     def factor(self, candidate: Candidate) -> float:
-        """Return by what the seconds of a plan are multiplied."""
+        """Return by what the seconds of a plan are multiplied, but for transfers to host memory."""
         total = _PRIOR
         logs = 0.0
         for one in self.rehearsed:
             if one.figures is not None:
                 weight = _weight(candidate, one.plan.candidate)
-                logs += weight * math.log(one.figures.step / one.plan.seconds)
+                busy = max(one.figures.step - one.figures.host_stall, _LEAST)
+                logs += weight * math.log(busy / _busy(one.plan))
                 total += weight
         return math.exp(logs / total)
 
+    def host_factor(self, candidate: Candidate) -> float:
+        """Return by what the seconds of a plan that wait for host memory are multiplied."""
+        total = _PRIOR
+        found = _PRIOR
+        for one in self.rehearsed:
+            expected = one.plan.estimate.host
+            if one.figures is not None and expected > 0:
+                weight = _weight(candidate, one.plan.candidate)
+                found += weight * one.figures.host_stall / expected
+                total += weight
+        return found / total
+
     def more_bytes(self, candidate: Candidate) -> float:
         """Return the bytes of a device that a plan takes beside what the closed forms say."""
-        total = _PRIOR
+        total = _PRIOR_BYTES
         found = 0.0
         for one in self.rehearsed:
             if one.figures is not None:
@@ -90,12 +112,21 @@ class Correction(NamedTuple):
             total += weight
         return found / total
 
+    def busy(self, plan: Priced) -> float:
+        """Return the corrected seconds of a plan without those that wait for host memory."""
+        return _busy(plan) * self.factor(plan.candidate)
+
+    def waits(self, plan: Priced) -> float:
+        """Return the corrected seconds of a plan that wait for host memory."""
+        return plan.estimate.host * self.host_factor(plan.candidate)
+
     def seconds(self, plan: Priced) -> float:
         """Return the corrected seconds of a plan; a rehearsed plan has those of its rehearsal."""
         known = self.of(plan.candidate)
         if known is not None and known.figures is not None:
             return known.figures.step
-        return plan.seconds * self.factor(plan.candidate)
+        found = self.busy(plan) + self.waits(plan)
+        return _HOST * found if plan.estimate.host > 0 else found
 
     def bytes(self, plan: Priced) -> float:
         """Return the corrected bytes of a plan; a rehearsed plan has those of its rehearsal."""
@@ -110,11 +141,17 @@ class Correction(NamedTuple):
         return next(same, None)
 
 
+def _busy(plan: Priced) -> float:
+    """Return the seconds of a plan, by the closed forms, without transfers to host memory."""
+    return max(plan.seconds - plan.estimate.host, _LEAST)
+
+
 def unlike(one: Candidate, other: Candidate) -> float:
     """Say how unlike two plans are; a whole number of differences, where sizes count by how often
     one is twice the other.
     """
     found = float(sum(read(one) != read(other) for read in _KIND))
+    found += _OTHER_KEEP * (one.keep != other.keep)
     for size, than in zip(one.sizes, other.sizes, strict=True):
         found += _SPLIT * ((size > 1) != (than > 1)) + _TWICE * _doublings(size, than)
     batching = one.accumulation * one.microbatches
