@@ -14,7 +14,7 @@ from jaxpar.plan.layout_search.request import Request
 _MOST = 48
 """The number of branches whose plans are refined and looked at in each round."""
 UNSURE = 1.03
-"""The multiple of the fastest rehearsed time up to which plans of another kind are rehearsed too."""
+"""The multiple of the fastest rehearsed time up to which plans of another kind are rehearsed."""
 _NEAR = 1.05
 """The multiple of a plan's time up to which its other policies are contenders too."""
 

@@ -86,7 +86,8 @@ def search(
       budget: the bytes of a device that a step may take; 0 = all that a program may have.
       fixed: the values that keys must have, by dotted key or by mesh axis.
       forbidden: what no plan may use, such as `offload` or `pipeline`.
-      may: `moments`, where bfloat16 first moments may be chosen.
+      may: `moments`, where bfloat16 first moments may be chosen, and `unrolled`, where layers
+        may be compiled one by one.
       rehearsals: the most plans that are rehearsed; 0 = the closed forms decide.
       workers: how many are rehearsed at a time, in processes of their own.
       verify: whether the winner is verified.

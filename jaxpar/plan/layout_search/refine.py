@@ -1,5 +1,5 @@
 """The choices that are tried on the best plans alone: what becomes of single activations, the bytes
-of the loss, the forms of overlap, and the dtype of moments.
+of the loss, the forms of overlap, the dtype of moments, and whether layers run in a loop.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _better(best: Priced, candidate: Candidate, request: Request, price: Price, 
 
 
 def _variants(candidate: Candidate, request: Request) -> Iterator[Candidate]:
-    """Yield a plan with other forms of overlap, bytes of the loss and moments."""
+    """Yield a plan with other forms of overlap, bytes of the loss, moments and layers."""
     if candidate.size("tensor") > 1 and not _fixes_overlap(request):
         for forms in _FORMS:
             yield candidate._replace(overlap=forms)
@@ -55,6 +55,8 @@ def _variants(candidate: Candidate, request: Request) -> Iterator[Candidate]:
         yield candidate._replace(loss_mib=loss)
     if "moments" in request.may:
         yield candidate._replace(moments="bfloat16")
+    if "unrolled" in request.may and "model.scan_layers" not in request.fixed:
+        yield candidate._replace(scan=False)
 
 
 def _fixes_overlap(request: Request) -> bool:
