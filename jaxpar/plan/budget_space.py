@@ -75,7 +75,10 @@ def question_of(
       say: gets a line where nothing may be offloaded.
     """
     shapes = step_shapes(experiment)
-    on = target or _at_hand(experiment, platform, hardware)
+    if target is None:
+        on = _at_hand(experiment, platform, hardware)
+    else:
+        on = replace(target, hardware=hardware)
 
     def price(candidate: Candidate) -> Estimate:
         return estimate(shapes, candidate, on)

@@ -104,7 +104,7 @@ def test_a_budget_below_the_least_says_what_it_would_take():
 
 
 def test_a_prediction_that_is_too_low_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler takes 3 MiB more than was thought: the next solution knows, and the last one
+    """The compiler takes 6 MiB more than was thought: the next solution knows, and the last one
     fits.
     """
     config = override(config_of("llama"), {"memory.budget": "12MiB", "model.layers": 8})
@@ -113,13 +113,13 @@ def test_a_prediction_that_is_too_low_is_corrected(monkeypatch: pytest.MonkeyPat
     def compiled(experiment: Experiment, platform: str) -> tuple[int, str, None]:
         kept = sum(one.kept_bytes for one in activations(experiment) if one.action == "save")
         state = state_bytes(experiment, platform).device
-        real.append(state + kept + work_bytes(experiment) + 3 * 2**20)
+        real.append(state + kept + work_bytes(experiment) + 6 * 2**20)
         return real[-1], "", None
 
     monkeypatch.setattr(subject, "compiled_bytes", compiled)
     experiment = make_experiment(config, jax.devices()[:1])
     state = state_bytes(experiment, "cpu").device
-    room = state + work_bytes(experiment) + 3 * 2**20 + 12 * 2**20
+    room = state + work_bytes(experiment) + 6 * 2**20 + 12 * 2**20
     config = override(config, {"memory.budget": str(room)})
     found, tried = solve_budget(make_experiment(config, jax.devices()[:1]), "cpu", Hardware())
     assert tried[0].compiled > room, "else the test says nothing"
@@ -133,9 +133,10 @@ def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -
     base = override(config_of("llama"), {"model.layers": 8, "memory.may": ()})
     devices = jax.devices()[:1]
     flops = 1e9
-    # Of a matmul's result, making it again takes 1.2 times its bytes over the link, and 2 times is
-    # there and back.
-    link = 1.2**2 * flops / base.model.embed
+    # Of a matmul's result, making it again takes 1.1 to 1.8 times its bytes over the link, and 2
+    # times is there and back. Matrices of this size reach 0.4 of the speed of large ones, or less.
+    reached = 0.4 * Hardware().prices.matmul_float32
+    link = 1.1 * 2 * reached * flops / base.model.embed
     hardware = Hardware(
         peak_flops=PeakFlops(flops, flops), hbm_bandwidth=1e15, host_link_bandwidth=link
     )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxpar.base.config import Config
 from jaxpar.base.config.checks import check
@@ -134,59 +134,34 @@ def search(
             workers,
             say,
         )
-    winner = winner_of(best, correction)
-    found = _Finding(choices, facts, ranking, correction, best)
-    if winner is None:
-        return _answer(found, began, notes)
-    if rehearsals:
-        notes += _unsettled(winner, best, correction)
-    config = check(request.config_of(winner.candidate))
-    return replace(
-        _answer(found, began, notes),
-        best=_found(winner, correction),
-        config=config,
-        runners_up=tuple(_runners_up(winner, best, correction)),
-        lost=tuple(losers(ranking, best, winner, ladder.size)),
-        changed=tuple(changes_of(choices, facts, _best_meshes(ranking.plans), price_of, winner)),
-        verified=_verify(request, config, say) if verify else None,
-        chip_hour=chip_hour,
-        took=time.perf_counter() - began,
-    )
-
-
-class _Finding(NamedTuple):
-    """What a search has found out.
-
-    Attributes:
-      choices: what a plan may choose.
-      facts: what is known of the model.
-      ranking: all plans by the closed forms.
-      correction: what was rehearsed.
-      best: the contenders, the fastest first by all that is known.
-    """
-
-    choices: Choices
-    facts: Facts
-    ranking: Ranking
-    correction: Correction
-    best: Sequence[Priced]
-
-
-def _answer(found: _Finding, began: float, notes: Sequence[str]) -> Answer:
-    """Answer without a plan."""
-    ranking = found.ranking
-    correction = found.correction
-    return Answer(
-        request=found.choices.request,
+    answer = Answer(
+        request=request,
         rehearsed=correction.rehearsed,
         refused=by_kind(ranking.refused),
         points=tuple((correction.seconds(one), correction.bytes(one)) for one in ranking.plans),
         count=ranking.count,
         priced=ranking.priced,
         ranked_in=ranking.seconds,
-        took=time.perf_counter() - began,
+        took=0.0,
+        chip_hour=chip_hour,
         notes=tuple(notes),
     )
+    if winner := winner_of(best, correction):
+        unsettled = _unsettled(winner, best, correction) if rehearsals else []
+        config = check(request.config_of(winner.candidate))
+        answer = replace(
+            answer,
+            best=_found(winner, correction),
+            config=config,
+            runners_up=tuple(_runners_up(winner, best, correction)),
+            lost=tuple(losers(ranking, best, winner, ladder.size)),
+            changed=tuple(
+                changes_of(choices, facts, _best_meshes(ranking.plans), price_of, winner)
+            ),
+            verified=_verify(request, config, say) if verify else None,
+            notes=(*notes, *unsettled),
+        )
+    return replace(answer, took=time.perf_counter() - began)
 
 
 def closed_forms(request: Request) -> Price:
@@ -273,6 +248,7 @@ def _found(plan: Priced, correction: Correction) -> Found:
 
 def _runners_up(winner: Priced, best: Sequence[Priced], correction: Correction) -> list[Found]:
     """List the next plans beside the winner, one for each mesh."""
-    meshes = dict.fromkeys(plan.candidate.sizes for plan in (winner, *best))
-    first = {sizes: next(p for p in best if p.candidate.sizes == sizes) for sizes in meshes}
-    return [_found(plan, correction) for plan in list(first.values())[1 : 1 + _RUNNERS_UP]]
+    meshes = dict[object, Priced]()
+    for plan in (winner, *best):
+        meshes.setdefault(plan.candidate.sizes, plan)
+    return [_found(plan, correction) for plan in list(meshes.values())[1 : 1 + _RUNNERS_UP]]
