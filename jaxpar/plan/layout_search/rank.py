@@ -1,7 +1,7 @@
 """The order of all plans by the closed forms.
 
 A mesh with a batching is a branch. Its fastest plan, whether it fits or not, bounds all others of
-the branch from below, so that a branch whose bound is far behind the best plan costs one estimate.
+the branch from below, so that a branch whose bound is far behind the best plan costs a few estimates.
 Where the bound is better than the best plan, activations are chosen one by one: a policy for all of
 them would say little of what the branch can do.
 """
@@ -18,7 +18,7 @@ from jaxpar.plan.engine import Price, Priced
 from jaxpar.plan.layout_search.facts import Facts
 from jaxpar.plan.layout_search.infeasible import Infeasible
 from jaxpar.plan.layout_search.layouts import Layout, batchings, refused_layout
-from jaxpar.plan.layout_search.memory_choices import Ladder, best_rung, on_top
+from jaxpar.plan.layout_search.memory_choices import Ladder, best_rung, fastest_of_top
 from jaxpar.plan.layout_search.refine import keep_by_name
 from jaxpar.plan.layout_search.request import Request
 
@@ -99,9 +99,8 @@ def _rank_branch(
 ) -> float:
     """Put the best plan of a branch in its place; return the seconds of the best plan."""
     room = request.budget
-    candidate = on_top(branch, ladder)
-    top = Priced(candidate, price(candidate))
-    ranking.priced += 1
+    top, count = fastest_of_top(branch, ladder, price, BEHIND * best)
+    ranking.priced += count
     if top.seconds > BEHIND * best:
         ranking.behind.append(top)
         return best
@@ -114,8 +113,8 @@ def _rank_branch(
         ranking.refused.append((found, ladder.size))
         return best
     if top.seconds < best:
-        offload = ladder.may_offload and "offload" not in request.forbidden
-        found = keep_by_name(found, request, price, room, offload) or found
+        # what may go to host memory besides is tried on the best plans alone
+        found = keep_by_name(found, request, price, room, offload=False) or found
     if found.seconds > BEHIND * best:
         ranking.behind.append(found)
         return best
