@@ -45,7 +45,7 @@ class Question(NamedTuple):
     """An experiment with a budget, and what its plans cost.
 
     Attributes:
-      experiment: the experiment.
+      experiment: the experiment that is to fit, with its settled overlap.
       names: the activations that its blocks have.
       base: the candidate that it is, recomputing everything.
       price: what a step costs under a candidate.
