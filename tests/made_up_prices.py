@@ -11,8 +11,8 @@ from jaxpar.models import Model
 from jaxpar.plan.candidate import Candidate, candidate_of
 from jaxpar.plan.closed_form import Bytes, Estimate
 from jaxpar.plan.engine import Outcome, Price
-from jaxpar.plan.layout_search.request import Request
 from jaxpar.plan.figures import Figures
+from jaxpar.plan.layout_search.request import Request
 
 PEAK = 200e12
 LINK = 1e11

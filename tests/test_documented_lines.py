@@ -34,7 +34,7 @@ from jaxpar.cli import main as cli
 from jaxpar.cli.arguments import config_args
 from jaxpar.models import Model
 from jaxpar.models.hf.export import export_hf
-from jaxpar.rehearse.targets import compilers
+from jaxpar.rehearse.topologies import compilers
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

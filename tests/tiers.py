@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jaxpar.base.errors import UserError
-from jaxpar.rehearse.targets import compilers
+from jaxpar.rehearse.topologies import compilers
 
 WHY_REFUSED = (
     "XLA:CPU of jax 0.12 may run two loops of these gradients at once, so the library refuses the "

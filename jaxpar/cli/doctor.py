@@ -33,7 +33,7 @@ OPTIONAL = (
 def doctor_command(_: list[str]) -> int:
     """jaxpar doctor"""
     from jaxpar.parallel.host_memory import memory_kinds
-    from jaxpar.rehearse.targets import compilers
+    from jaxpar.rehearse.topologies import compilers
 
     found = versions(PACKAGES + OPTIONAL)
     devices = start(MeshSpec())

@@ -55,7 +55,8 @@ class PlanArgs:
     forbid: tuple[str, ...] = ()
     """What no plan may use: offload, recompute, pipeline, tensor, context, accumulation, ..."""
     may: tuple[str, ...] = ()
-    """What changes the numbers and may be chosen all the same: moments (bfloat16 ones)."""
+    """What may be chosen all the same: moments (bfloat16 ones, which change the numbers), unrolled
+    (layers that are compiled one by one, for many times as long)."""
     price: Annotated[float, Range(0.0, 1e6)] = 0.0
     """USD of a chip for an hour, for the cost of train.steps steps."""
     fit: bool = False

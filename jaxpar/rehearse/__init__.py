@@ -9,13 +9,13 @@
 `step` takes anyone's function, `config` the training step of a config.
 
 Its rooms, in the order in which they are read: `targets` are the machines, of which `here` measures
-the one that runs this, and `named_mesh` has a mesh for each; `argument_places` places what a
-function is given on one, and `compiled` compiles it. `cost` prices what the compiler made of it
-(with `link_costs` for collectives, and by `cpu_cost` on a CPU), and `timeline` plays it out.
-`requested_collectives` lists those that a model asked for. `how_sure` says how far a step may be
-off, and `calibration` scales it by a measured one. `graph` says what another order could reach.
-`report` is the form of what was found, and `program_report` fills it in. `_step` puts these
-together for any function, and `of_config` for the training step of a config.
+the one that runs this and `topologies` has the compilers of others, and `named_mesh` has a mesh for
+each; `argument_places` places what a function is given on one, and `compiled` compiles it. `cost`
+prices what the compiler made of it (with `link_costs` for collectives, and by `cpu_cost` on a CPU),
+and `timeline` plays it out. `requested_collectives` lists those that a model asked for. `how_sure`
+says how far a step may be off, and `calibration` scales it by a measured one. `graph` says what
+another order could reach. `report` is the form of what was found, and `program_report` fills it in.
+`_step` puts these together for any function, and `of_config` for the training step of a config.
 """
 
 from __future__ import annotations

@@ -36,8 +36,9 @@ from jaxpar.rehearse.report.schema import (
 )
 from jaxpar.rehearse.report.trace import timeline_of
 from jaxpar.rehearse.requested_collectives import Requested
-from jaxpar.rehearse.targets import Target, cudnn_packages
+from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline import MOVING, TaskTime, Timeline, read_and_price, replay
+from jaxpar.rehearse.topologies import cudnn_packages
 
 _DRAWN_TRIPS = 100
 _MOST_EVENTS = 60_000

@@ -9,30 +9,26 @@ this machine, and `here:8` its CPU as 8 simulated devices.
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 
 from jaxpar.base.errors import Say, UserError, short, suggest
 from jaxpar.base.hardware import CHIPS, Chip, Hardware, Slices, load_chip
-from jaxpar.base.jax_compat import find_private, refusal_without, register_gpu_compiler
+from jaxpar.base.jax_compat import refusal_without
 from jaxpar.base.layout.mesh import MeshSpec, describe, resolve
-from jaxpar.base.machine import versions
 from jaxpar.base.machine_types import load_machine_type
 from jaxpar.base.process.runtime import ask_for_cpus, without_chips
 from jaxpar.base.toml import presets
 from jaxpar.rehearse.here import CpuFigures, chip_here, cpu_figures, hardware_of_cpus
+from jaxpar.rehearse.topologies import Topology, gpu_topology, missing_compiler, tpu_topology
 
-log = logging.getLogger(__name__)
 Platform = Literal["tpu", "cuda", "cpu"]
-Topology = Any  # what jax calls a TopologyDescription
 GPUS_PER_NODE = 8
 HERE = "here"
 """The name of this machine as a target."""
@@ -108,11 +104,11 @@ class Target:
             jax.config.update("jax_platforms", "cpu")
         if why := refusal_without("topologies"):
             raise UserError(f"nothing can be compiled for {self.name}: {why}")
-        if missing := _missing(self.platform):
+        if missing := missing_compiler(self.platform):
             raise UserError(f"target {self.name} needs {missing}")
         try:
             with without_chips():
-                found = (_tpu_topology if self.platform == "tpu" else _gpu_topology)(self).devices
+                found = self._topology().devices
         except (RuntimeError, NotImplementedError) as error:
             reason = str(error).splitlines()[0]
             if self.platform == "cuda":
@@ -128,6 +124,14 @@ class Target:
                 f"the compiler for {self.name} gives {len(found)} devices, {expected} are expected"
             )
         return list(found)
+
+    def _topology(self) -> Topology:
+        """Return what the compiler knows of the target."""
+        chip = load_chip(self.chip)
+        if self.platform == "tpu":
+            wraps = self.hardware.ici.wraps
+            return tpu_topology(chip.slices, self.topology, self.slices, self.host_shape, wraps)
+        return gpu_topology(self.name, chip.compiler, self.hardware, self.topology)
 
 
 class Position(NamedTuple):
@@ -372,125 +376,6 @@ def _devices_here(count: int) -> list[jax.Device]:
             "anything uses JAX"
         )
     return devices[: count or None]
-
-
-# Devices to compile for.
-
-
-def _tpu_topology(target: Target) -> Topology:
-    rules = load_chip(target.chip).slices
-    options: dict[str, object] = {"chip_config_name": rules.config} if rules.config else {}
-    if target.slices > 1:
-        options["num_slices"] = target.slices
-    return find_private("topologies")(
-        platform="tpu",
-        topology_name=f"{rules.name}:{target.topology}",
-        chips_per_host_bounds=target.host_shape,
-        wrap=(*target.hardware.ici.wraps, False)[:3],
-        **options,
-    )
-
-
-def _gpu_topology(target: Target) -> Topology:
-    """Get the compiler's devices from a `stream_executor.GpuTargetConfigProto`, written as text.
-
-    The numbers that are written out here are the same for every chip.
-    """
-    chip = load_chip(target.chip).compiler
-    hardware = target.hardware
-    major, minor, extension = re.fullmatch(r"(\d+)\.(\d+)(a?)", chip.compute_capability).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    if extension:
-        feature = "ACCELERATED_FEATURES"
-    else:
-        feature = "NONE"
-    config = f"""
-gpu_device_info {{
-  core_count: {chip.core_count}
-  fpus_per_core: {chip.fpus_per_core}
-  clock_rate_ghz: {chip.clock_rate_ghz}
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: {chip.threads_per_core}
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {chip.shared_memory_per_block_optin}
-  shared_memory_per_core: {chip.shared_memory_per_core}  l2_cache_size: {chip.l2_cache_size}
-  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-  device_memory_size: {hardware.hbm_bytes}  memory_bandwidth: {hardware.hbm_bandwidth:.0f}
-  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {feature} }}
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
-device_description_str: "{hardware.device_kinds[0]}"
-"""
-
-    def describe_devices() -> Topology:
-        return find_private("topologies")(
-            topology_name=target.name,
-            platform="cuda",
-            target_config=config,
-            topology=f"1x{target.topology}",
-        )
-
-    try:
-        return describe_devices()
-    except NotImplementedError:  # JAX had started before, without its CUDA plugin
-        if not register_gpu_compiler():
-            raise
-        log.warning(
-            "JAX had started without its CUDA plugin: it is loaded now, to compile for %s alone",
-            target.name,
-        )
-        return describe_devices()
-
-
-_COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
-
-
-def compilers() -> dict[str, str]:
-    """Name for each platform what compiles for it here, `libtpu 0.0.42`, or what is missing and how
-    to install it.
-    """
-    return {
-        platform: _missing(platform) or _listed(versions(names))
-        for platform, names in _COMPILERS.items()
-    }
-
-
-_EXTRA = "pip install 'jaxpar[rehearse]'"
-
-
-def _missing(platform: str) -> str:
-    """Name what must be installed to compile for a platform; empty if nothing is missing."""
-    wanted = jax.__version__
-    found = versions(_COMPILERS.get(platform, ()))
-    if platform == "tpu" and not (found or os.environ.get("TPU_LIBRARY_PATH")):
-        return (
-            f"libtpu, the TPU compiler: {_EXTRA}, or 'jax[tpu]=={wanted}' alone (Linux on x86-64 "
-            "only)"
-        )
-    if platform != "cuda" or wanted in found.values():
-        return ""
-    packages = f"jax-cuda12-plugin=={wanted} jax-cuda12-pjrt=={wanted}"
-    fix = f"{_EXTRA}, or {packages} alone (Linux only)"
-    if not found:
-        return f"jax's CUDA plugin, the GPU compiler (no driver, no GPU): {fix}"
-    return f"a CUDA plugin of jax's own version, {wanted} (found {_listed(found)}): {fix}"
-
-
-def cudnn_packages() -> list[str]:
-    """List the packages that bring cuDNN to a machine without a GPU, for the CUDA version of the
-    plugin that is here.
-    """
-    if "jax-cuda13-plugin" in versions(_COMPILERS["cuda"]):
-        cuda = "cu13"
-    else:
-        cuda = "cu12"
-    return [f"nvidia-{name}-{cuda}" for name in ("cudnn", "cuda-nvcc", "nvjitlink")]
-
-
-def _listed(found: dict[str, str]) -> str:
-    return ", ".join(f"{name} {number}" for name, number in found.items())
 
 
 # The mesh on the target.

@@ -14,7 +14,7 @@ left.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -175,7 +175,7 @@ def read_and_price(
 
 def price_at_places(
     text: str,
-    where: Sequence[Position],
+    where: tuple[Position, ...],
     target: Target,
     package_dirs: PackageDirs | None = None,
 ) -> Priced:

@@ -14,7 +14,7 @@ from report_types import problems
 from jaxpar.base.config import Config, load_config
 from jaxpar.cli import rehearse as subject
 from jaxpar.cli.main import main
-from jaxpar.rehearse import of_config, targets
+from jaxpar.rehearse import of_config, topologies
 from jaxpar.rehearse.report.memory import DoesNotFit
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.targets import Target
@@ -95,7 +95,7 @@ def test_mistakes_are_told_in_a_line_before_anything_is_compiled(
     monkeypatch.setattr(
         of_config, "make_train_step", lambda *_: pytest.fail("compiled all the same")
     )
-    monkeypatch.setattr(targets, "versions", lambda names: pytest.fail("looked for a compiler"))
+    monkeypatch.setattr(topologies, "versions", lambda names: pytest.fail("looked for a compiler"))
     assert refused(capsys, *words.split()).startswith(message)
 
 
@@ -103,7 +103,7 @@ def test_mistakes_are_told_in_a_line_before_anything_is_compiled(
     ("target", "package"), [("v5e-8", "libtpu"), ("h100x8", "jax-cuda12-plugin")]
 )
 def test_a_missing_compiler_is_named_with_how_to_install_it(target, package, capsys, monkeypatch):
-    monkeypatch.setattr(targets, "versions", lambda names: {})
+    monkeypatch.setattr(topologies, "versions", lambda names: {})
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     line = refused(capsys, "tiny", "--target", target)
     assert line.startswith(f"target {target} needs ") and "pip install" in line and package in line

@@ -22,6 +22,7 @@ from experiments import experiment_of
 from on_gpu.attention import MASKS, attention_rows
 from on_gpu.block_sparse import Product, sparse_rows
 from on_gpu.pieces import Found, Piece, Say, read_piece, report, run_piece
+from on_gpu.plans import COUNT, judge_plans, plan_rows
 from on_gpu.prices import ATTENTION, matmul_rows, memory_rows, share_rows, write_prices
 from on_gpu.stopwatch import durations, ready_step, time_once
 from on_gpu.tiles import OTHERS, tile_rows
@@ -372,6 +373,14 @@ def _shares(h: int, tokens: int, small: bool, out: Path, say: Say) -> list[Bench
     return share_rows(_target(small).hardware, h, tokens, 2 if small else 9, small, say)
 
 
+# Plans of one model: the closed forms, a rehearsal and the clock.
+
+
+def _plan(number: int, small: bool, out: Path, say: Say) -> list[BenchRow]:
+    config = _config("gpt2_355m", {"train.batch": 16, "mesh.data": 1}, small)
+    return plan_rows(number, config, _target(small), say)
+
+
 def _trace(small: bool, out: Path, say: Say) -> list[BenchRow]:
     """Times of each line of the model, by the profiler and by the prices of a rehearsal; the
     profile is kept.
@@ -512,6 +521,11 @@ PIECES: dict[str, Piece] = {
     "rehearse": Piece(
         {name: partial(_prediction, *x) for name, x in _PREDICTED.items()}, alone=True
     ),
+    "plans": Piece(
+        {f"plan {number}": partial(_plan, number) for number in range(COUNT)},
+        small=3,
+        alone=True,
+    ),
     "prices": Piece(
         {
             "matmuls, bfloat16": partial(_matmuls, "bfloat16"),
@@ -577,6 +591,8 @@ def measure(args: GpuArgs, say: Say = lambda line: None) -> str:
             found = read_piece(out, name)
             write_prices(found["cases"], found["facts"], out / "prices.toml")
             say(f"wrote {out / 'prices.toml'}")
+        if name == "plans":
+            say(judge_plans(read_piece(out, name)["cases"]))
         text = report(out, PIECES)
         (out / "report.md").write_text(text, encoding="utf-8")
     return text

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import topologies
+from jax.experimental import topologies as jax_topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import MARKS, needs_cuda, needs_libtpu, some
@@ -29,8 +29,9 @@ from jaxpar.base.toml import presets
 from jaxpar.kernels.masks import Causal
 from jaxpar.parallel import attention, choose_attention
 from jaxpar.parallel.context import Split
-from jaxpar.rehearse import targets
-from jaxpar.rehearse.targets import check_mesh, compilers, load_target, places
+from jaxpar.rehearse import topologies
+from jaxpar.rehearse.targets import check_mesh, load_target, places
+from jaxpar.rehearse.topologies import compilers
 from jaxpar.train.experiments import make_plan
 
 # Names.
@@ -186,7 +187,7 @@ def test_mistakes_name_what_exists(name, message):
 )
 def test_a_missing_compiler_is_named_with_its_install(installed, name, message, monkeypatch):
     monkeypatch.setattr(
-        targets,
+        topologies,
         "versions",
         lambda names: {name: installed[name] for name in names if name in installed},
     )
@@ -200,8 +201,8 @@ def test_a_compiler_that_does_not_start_is_an_error_of_one_line(monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("INVALID_ARGUMENT: no such thing\nand more")
 
-    monkeypatch.setattr(targets, "versions", dict.fromkeys)
-    monkeypatch.setattr(topologies, "get_topology_desc", refuse)
+    monkeypatch.setattr(topologies, "versions", dict.fromkeys)
+    monkeypatch.setattr(jax_topologies, "get_topology_desc", refuse)
     with pytest.raises(
         UserError, match=r"compiler for v5p-64 does not start \(INVALID_ARGUMENT: no such thing\)"
     ):
@@ -342,8 +343,8 @@ def test_a_plugin_that_was_left_out_is_loaded_for_its_compiler_alone(monkeypatch
     plugin = SimpleNamespace(initialize=initialize)
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
     monkeypatch.setattr(runtime, "_device_files", lambda platform: True)
-    monkeypatch.setattr(targets, "versions", lambda names: dict.fromkeys(names, jax.__version__))
-    monkeypatch.setattr(topologies, "get_topology_desc", describe)
+    monkeypatch.setattr(topologies, "versions", lambda names: dict.fromkeys(names, jax.__version__))
+    monkeypatch.setattr(jax_topologies, "get_topology_desc", describe)
     monkeypatch.setattr(private, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, private._CUDA_PLUGINS[0], plugin)
     with pytest.raises(UserError, match=r"for cuda.*JAX_PLATFORMS=cpu"):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
-from jaxpar.base.errors import UTF8, UserError, reading, short, suggest
+from jaxpar.base.errors import UserError, short
+from jaxpar.bench.csv_rows import CsvRow, installed_text, parse_csv, read_csv
 
 MOST = 2**40
 """The largest number that a row may have."""
@@ -90,20 +88,19 @@ class PublishedRow:
 
 def published_rows() -> list[PublishedRow]:
     """Read the published measurements that are installed with the package."""
-    text = files("jaxpar.bench.foresight").joinpath("published/steps.csv").read_text("utf-8")
+    text = installed_text("jaxpar.bench.foresight", "published/steps.csv")
     return parse_rows(text, "the published rows")
 
 
 def read_rows(file: Path) -> list[PublishedRow]:
-    """Read measurements from a CSV file of the same columns; columns of other names are ignored.
+    """Read measurements from a CSV file of the same columns, of which a few are required and those
+    of other names are ignored: docs/foresight.md.
 
     Raises:
-      UserError: the file cannot be read, a column is missing, or a row has a bad number; the
-        message names the row and the column.
+      UserError: the file cannot be read, a column is missing, two rows have one name, or a row has
+        a bad number; the message names the row and the column.
     """
-    with reading(file):
-        text = file.read_text(encoding=UTF8)
-    return parse_rows(text, str(file))
+    return _rows(read_csv(file, REQUIRED))
 
 
 def parse_rows(text: str, origin: str) -> list[PublishedRow]:
@@ -113,21 +110,13 @@ def parse_rows(text: str, origin: str) -> list[PublishedRow]:
       origin: the name of the file in messages.
 
     Raises:
-      UserError: a column is missing, two rows have one name, or a row has a bad number.
+      UserError: `read_rows` refuses it.
     """
-    try:
-        table = list(csv.reader(io.StringIO(text), strict=True))
-    except csv.Error as error:
-        raise UserError(f"{origin} is no CSV file: {error}") from error
-    header, lines = table[:1], table[1:]
-    if not header or not any(lines):
-        raise UserError(f"{origin} has no rows: a header line and a line for each measurement")
-    _require_columns(header[0], origin)
-    rows = [
-        _row(dict(zip(header[0], line, strict=False)), f"{origin}, line {number}")
-        for number, line in enumerate(lines, 2)
-        if line
-    ]
+    return _rows(parse_csv(text, origin, REQUIRED))
+
+
+def _rows(table: Sequence[CsvRow]) -> list[PublishedRow]:
+    rows = [_row(line.cells, line.place) for line in table]
     names = [row.name for row in rows]
     for row in rows:
         if names.count(row.name) > 1:
@@ -135,32 +124,22 @@ def parse_rows(text: str, origin: str) -> list[PublishedRow]:
     return rows
 
 
-def _require_columns(header: Sequence[str], origin: str) -> None:
-    for column in REQUIRED:
-        if column not in header:
-            near = suggest(column, header)
-            raise UserError(
-                f"{origin} has no column {column}{near}: it needs {', '.join(REQUIRED)}, and what "
-                "describes the step (docs/foresight.md)"
-            )
-
-
 def _row(cells: Mapping[str, str], place: str) -> PublishedRow:
-    words = {column: (cells.get(column) or "").strip() for column in WORDS}
-    name = (cells.get("name") or "").strip()
+    words = {column: cells.get(column, "").strip() for column in WORDS}
+    name = cells["name"].strip()
     if not name:
         raise UserError(f"{place}: the column name is empty: each row has a name of its own")
-    row = PublishedRow(name, (cells.get("chip") or "").strip(), 0.0, 0.0, {}, words, place)
-    numbers = {column: _whole(row, column, cells.get(column) or "") for column in NUMBERS}
+    row = PublishedRow(name, cells["chip"].strip(), 0.0, 0.0, {}, words, place)
+    numbers = {column: _whole(row, column, cells.get(column, "")) for column in NUMBERS}
     if not numbers["chips"]:
         raise row.refuse("chips", cells.get("chips"), "write how many chips the run had")
-    batch = _number(row, "per_device_batch_size", cells.get("per_device_batch_size") or "")
-    measured = _number(row, "measured_step_seconds", cells.get("measured_step_seconds") or "")
+    batch = _number(row, "per_device_batch_size", cells.get("per_device_batch_size", ""))
+    measured = _number(row, "measured_step_seconds", cells.get("measured_step_seconds", ""))
     if not measured:
         raise row.refuse(
             "measured_step_seconds", cells.get("measured_step_seconds"), "write the seconds"
         )
-    gib = _number(row, "memory_gib", cells.get("memory_gib") or "")
+    gib = _number(row, "memory_gib", cells.get("memory_gib", ""))
     return PublishedRow(
         name, row.chip, measured, batch, numbers, words, place, stated_memory=int(2**30 * gib)
     )

@@ -7,15 +7,13 @@ each layer computed whole again, 1F1B.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections import defaultdict
-from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxpar.base.errors import UTF8, UserError, reading, short, suggest
+from jaxpar.base.errors import UserError, short
+from jaxpar.bench.csv_rows import CsvRow, installed_text, parse_csv, read_csv
 
 MOST = 2**40
 
@@ -74,11 +72,9 @@ def measured_plans(file: Path | None = None) -> list[MeasuredPlan]:
         names the line.
     """
     if file is None:
-        text = files("jaxpar.bench.plans").joinpath("measured.csv").read_text(UTF8)
+        text = installed_text("jaxpar.bench.plans", "measured.csv")
         return parse_plans(text, "the measured plans")
-    with reading(file):
-        text = file.read_text(encoding=UTF8)
-    return parse_plans(text, str(file))
+    return [_plan(row) for row in read_csv(file, MeasuredPlan._fields)]
 
 
 def parse_plans(text: str, origin: str) -> list[MeasuredPlan]:
@@ -90,33 +86,23 @@ def parse_plans(text: str, origin: str) -> list[MeasuredPlan]:
     Raises:
       UserError: `measured_plans` refuses it.
     """
-    try:
-        table = list(csv.DictReader(io.StringIO(text), strict=True))
-    except csv.Error as error:
-        raise UserError(f"{origin} is no CSV file: {error}") from error
-    if not table:
-        raise UserError(f"{origin} has no rows: a header line and a line for each measured plan")
-    for column in MeasuredPlan._fields:
-        if column not in table[0]:
-            near = suggest(column, [name for name in table[0] if name])
-            raise UserError(
-                f"{origin} has no column {column}{near}: it needs {', '.join(MeasuredPlan._fields)}"
-            )
-    return [_plan(row, f"{origin}, line {line}") for line, row in enumerate(table, 2)]
+    return [_plan(row) for row in parse_csv(text, origin, MeasuredPlan._fields)]
 
 
-def _plan(row: dict[str, str | None], place: str) -> MeasuredPlan:
-    numbers = {column: _number(row[column], column, place) for column in MeasuredPlan._fields}
+def _plan(row: CsvRow) -> MeasuredPlan:
+    numbers = {
+        column: _number(row.cells[column], column, row.place) for column in MeasuredPlan._fields
+    }
     seconds = numbers.pop("step_seconds")
     whole = {column: int(number) for column, number in numbers.items()}
     plan = MeasuredPlan(**whole, step_seconds=seconds)
-    _require_plan(plan, place)
+    _require_plan(plan, row.place)
     return plan
 
 
-def _number(text: str | None, column: str, place: str) -> float:
+def _number(text: str, column: str, place: str) -> float:
     try:
-        number = float(text or "")
+        number = float(text)
     except ValueError:
         number = math.nan
     whole = number == math.floor(number) if math.isfinite(number) else False

@@ -25,6 +25,10 @@ worth a compilation.
 """
 _REFUSED_BY = 0.02
 """The share of the budget by which a plan that the compiler refused is taken to be too large."""
+_SAME = 1.005
+"""The multiple of the fastest plan's time up to which plans count as equally fast: of those the
+one that splits along fewest axes comes first.
+"""
 
 
 Measure = Callable[[Sequence[Priced], Correction], Sequence[Outcome]]
@@ -72,7 +76,19 @@ def _contenders(space: Space, correction: Correction, budget: float) -> list[Pri
         else:
             found.pop(one.plan.candidate, None)
     right = [one for one in found.values() if correction.bytes(one) <= budget]
-    return sorted(right, key=lambda one: (correction.seconds(one), one.bytes))
+    return _in_order(right, correction)
+
+
+def _in_order(plans: Sequence[Priced], correction: Correction) -> list[Priced]:
+    """Sort plans by their time, and those that are as fast as the fastest by their axes."""
+    fastest = min((correction.seconds(one) for one in plans), default=0.0)
+
+    def key(plan: Priced) -> tuple[float, int, float, float]:
+        seconds = correction.seconds(plan)
+        axes = sum(size > 1 for size in plan.candidate.sizes)
+        return (max(seconds, _SAME * fastest), axes, seconds, plan.bytes)
+
+    return sorted(plans, key=key)
 
 
 def rehearse_finalists(

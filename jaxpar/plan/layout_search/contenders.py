@@ -13,7 +13,8 @@ from jaxpar.plan.layout_search.request import Request
 
 _MOST = 48
 """The number of branches whose plans are refined and looked at in each round."""
-_UNSURE = 1.03
+UNSURE = 1.03
+"""The multiple of the fastest rehearsed time up to which plans of another kind are rehearsed."""
 _NEAR = 1.05
 """The multiple of a plan's time up to which its other policies are contenders too."""
 
@@ -42,7 +43,7 @@ def space_of(of: Choices, plans: Sequence[Priced]) -> Space:
         best = refine(fitting, of.request, of.price, room, of.ladder.may_offload)
         return [best, *_other_policies(best, of, room)]
 
-    return Space(of.request.budget, plans[:_MOST], within, unsure=_UNSURE)
+    return Space(of.request.budget, plans[:_MOST], within, unsure=UNSURE)
 
 
 def _other_policies(plan: Priced, of: Choices, room: float) -> list[Priced]:

@@ -86,7 +86,8 @@ def search(
       budget: the bytes of a device that a step may take; 0 = all that a program may have.
       fixed: the values that keys must have, by dotted key or by mesh axis.
       forbidden: what no plan may use, such as `offload` or `pipeline`.
-      may: `moments`, where bfloat16 first moments may be chosen.
+      may: `moments`, where bfloat16 first moments may be chosen, and `unrolled`, where layers
+        may be compiled one by one.
       rehearsals: the most plans that are rehearsed; 0 = the closed forms decide.
       workers: how many are rehearsed at a time, in processes of their own.
       verify: whether the winner is verified.
@@ -118,9 +119,9 @@ def search(
     say(request_line(request))
     notes = list[str]()
     facts = facts_of(request)
-    asks_compiler = rehearsals > 0 and measure is None
-    may_offload = not asks_compiler or _may_offload(request, notes)
-    ladder = ladder_of(request, facts.has_moments, may_offload)
+    ladder = ladder_of(request, facts.has_moments, may_offload=True)
+    if rehearsals > 0 and measure is None and not _may_offload(request, notes):
+        ladder = ladder_of(request, facts.has_moments, may_offload=False)
     price_of = price_of or closed_forms
     choices = Choices(request, ladder, price_of(request))
     ranking = _rank(choices, facts, say)

@@ -109,6 +109,7 @@ def best_rung(
     Returns:
       The plan, or why none fits; and the number of plans that were priced.
     """
+    candidate = candidate._replace(keep=())
     least = priced(candidate._replace(**ladder.least), price)
     if least.bytes > room:
         return _too_large(least, room), 1

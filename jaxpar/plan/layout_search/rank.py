@@ -2,6 +2,8 @@
 
 A mesh with a batching is a branch. Its fastest plan, whether it fits or not, bounds all others of
 the branch from below, so that a branch whose bound is far behind the best plan costs one estimate.
+Where the bound is better than the best plan, activations are chosen one by one: a policy for all of
+them would say little of what the branch can do.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from jaxpar.plan.layout_search.facts import Facts
 from jaxpar.plan.layout_search.infeasible import Infeasible
 from jaxpar.plan.layout_search.layouts import Layout, batchings, refused_layout
 from jaxpar.plan.layout_search.memory_choices import Ladder, best_rung, on_top
+from jaxpar.plan.layout_search.refine import keep_by_name
 from jaxpar.plan.layout_search.request import Request
 
 BEHIND = 1.3
@@ -77,7 +80,7 @@ def rank(
         ranking.count += ladder.size * (len(branches) + len(reasons))
         ranking.refused += [(reason, ladder.size) for reason in reasons]
         for branch in branches:
-            best = _rank_branch(branch, ranking, ladder, price, request.budget, best)
+            best = _rank_branch(branch, ranking, request, ladder, price, best)
         if time.perf_counter() - said > _SAY_EVERY:
             said = time.perf_counter()
             say(f"{number:,} of {len(meshes):,} meshes, {ranking.priced:,} plans priced")
@@ -87,9 +90,15 @@ def rank(
 
 
 def _rank_branch(
-    branch: Candidate, ranking: Ranking, ladder: Ladder, price: Price, room: float, best: float
+    branch: Candidate,
+    ranking: Ranking,
+    request: Request,
+    ladder: Ladder,
+    price: Price,
+    best: float,
 ) -> float:
     """Put the best plan of a branch in its place; return the seconds of the best plan."""
+    room = request.budget
     candidate = on_top(branch, ladder)
     top = Priced(candidate, price(candidate))
     ranking.priced += 1
@@ -104,6 +113,9 @@ def _rank_branch(
     if isinstance(found, Infeasible):
         ranking.refused.append((found, ladder.size))
         return best
+    if top.seconds < best:
+        offload = ladder.may_offload and "offload" not in request.forbidden
+        found = keep_by_name(found, request, price, room, offload) or found
     if found.seconds > BEHIND * best:
         ranking.behind.append(found)
         return best

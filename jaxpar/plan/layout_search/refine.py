@@ -1,5 +1,5 @@
 """The choices that are tried on the best plans alone: what becomes of single activations, the bytes
-of the loss, the forms of overlap, and the dtype of moments.
+of the loss, the forms of overlap, the dtype of moments, and whether layers run in a loop.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def refine(plan: Priced, request: Request, price: Price, room: float, may_offloa
     for candidate in _variants(plan.candidate, request):
         best = _better(best, candidate, request, price, room)
     offload = may_offload and "offload" not in request.forbidden
-    return _keep_by_name(best, request, price, room, offload) or best
+    return keep_by_name(best, request, price, room, offload) or best
 
 
 def _better(best: Priced, candidate: Candidate, request: Request, price: Price, room: float):
@@ -47,7 +47,7 @@ def _better(best: Priced, candidate: Candidate, request: Request, price: Price, 
 
 
 def _variants(candidate: Candidate, request: Request) -> Iterator[Candidate]:
-    """Yield a plan with other forms of overlap, bytes of the loss and moments."""
+    """Yield a plan with other forms of overlap, bytes of the loss, moments and layers."""
     if candidate.size("tensor") > 1 and not _fixes_overlap(request):
         for forms in _FORMS:
             yield candidate._replace(overlap=forms)
@@ -55,13 +55,15 @@ def _variants(candidate: Candidate, request: Request) -> Iterator[Candidate]:
         yield candidate._replace(loss_mib=loss)
     if "moments" in request.may:
         yield candidate._replace(moments="bfloat16")
+    if "unrolled" in request.may and "model.scan_layers" not in request.fixed:
+        yield candidate._replace(scan=False)
 
 
 def _fixes_overlap(request: Request) -> bool:
     return any(key.startswith("overlap.") for key in request.fixed)
 
 
-def _keep_by_name(
+def keep_by_name(
     plan: Priced, request: Request, price: Price, room: float, offload: bool
 ) -> Priced | None:
     """Return a plan that treats each activation by its name, where this is faster than the plan's

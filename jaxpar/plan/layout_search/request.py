@@ -68,6 +68,11 @@ USES: dict[str, Callable[[Candidate], bool]] = {
     "unrolled": lambda one: not one.scan,
 }
 """What `--forbid` may name, and whether a plan uses it."""
+MAY = {
+    "moments": "bfloat16 first moments, which change the numbers",
+    "unrolled": "layers that are compiled one by one, for many times as long",
+}
+"""What `--may` may name."""
 
 
 def _sends_away(one: Candidate) -> bool:
@@ -89,7 +94,7 @@ class Request:
       fixed: choices that are made: the value that a key must have. Beside dotted keys there are
         the names of mesh axes, for their size over all slices or nodes, and `zero`.
       forbidden: names of `USES` that no plan may use.
-      may: settings that change the numbers and may be chosen all the same: `moments`.
+      may: names of `MAY`, which are no choice otherwise.
       experiment: the experiment, where its model or its optimizer is of a program's own.
     """
 
@@ -170,7 +175,7 @@ def make_request(
       budget: the bytes of a device that a step may take; 0 = all that a program may have.
       fixed: the values that keys must have.
       forbidden: names of `USES`.
-      may: `moments`, where bfloat16 moments may be chosen.
+      may: names of `MAY`.
 
     Raises:
       UserError: a key or a name is not known, or tokens are no whole number of sequences.
@@ -188,8 +193,9 @@ def make_request(
         if name not in USES:
             raise UserError(f"--forbid {name!r}{suggest(name, USES)}: there are {', '.join(USES)}")
     for name in may:
-        if name != "moments":
-            raise UserError(f"--may {name!r}: there is moments, for bfloat16 first moments")
+        if name not in MAY:
+            known = "; ".join(f"{key}, {what}" for key, what in MAY.items())
+            raise UserError(f"--may {name!r}{suggest(name, MAY)}: there is {known}")
     batch = _sequences(config, sequences, tokens)
     config = replace(config, train=replace(config.train, batch=batch))
     return Request(

@@ -63,7 +63,7 @@ def test_every_program_that_is_kept_belongs_to_a_row() -> None:
     files = {file.name for file in folder.iterdir() if file.name.endswith(".json")}
     steps = [kept_program(translate(row)) for row in kept_rows()]
     assert files == {step.text.with_suffix("").stem + ".json" for step in steps if step}
-    assert len(files) == len(steps) == 23
+    assert len(files) == len(steps) == 25
 
 
 def test_a_program_that_is_kept_is_priced_without_a_compiler(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_program_by_other_compilers_is_named_and_a_damaged_one_is_refused(
     monkeypatch.setattr(subject, "versions", lambda: {"jax": "99"})
     said = list[str]()
     subject.make_board([row], tmp_path, say=said.append)
-    assert any("--anew" in line and "jax 0.10.2" in line for line in said)
+    assert any("--anew" in line and "jax 0.11.2" in line for line in said)
     assert find_program(step, tmp_path) is None
     file = tmp_path / "x.hlo.xz"
     file.write_bytes(lzma.compress(b"HloModule")[:-3])

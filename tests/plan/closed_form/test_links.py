@@ -12,7 +12,8 @@ from jaxpar.base.layout.mesh import MESH_AXES, DcnSpec, MeshSpec, make_mesh
 from jaxpar.hlo.program.tasks import Collective
 from jaxpar.plan.closed_form.links import send_seconds
 from jaxpar.rehearse.link_costs import collective_time
-from jaxpar.rehearse.targets import Target, compilers, load_target, places
+from jaxpar.rehearse.targets import Target, load_target, places
+from jaxpar.rehearse.topologies import compilers
 
 SIZE = 64 * 2**20
 MESHES: dict[str, list[dict[str, Any]]] = {

@@ -97,9 +97,9 @@ def test_what_is_advised_in_place_of_a_host_is_taken(
 @pytest.mark.parametrize("place", ["offload", "host"])
 def test_the_state_of_an_absent_gpu_lies_in_host_memory(place):
     """Its shardings forget that, and the step was lowered with all of it on the device."""
-    targets = pytest.importorskip("jaxpar.rehearse.targets")
-    if not targets.compilers()["cuda"].startswith("jax-cuda"):
-        pytest.skip(targets.compilers()["cuda"])
+    topologies = pytest.importorskip("jaxpar.rehearse.topologies")
+    if not topologies.compilers()["cuda"].startswith("jax-cuda"):
+        pytest.skip(topologies.compilers()["cuda"])
     from jaxpar.rehearse.of_config import rehearse
     from jaxpar.rehearse.targets import load_target
 
@@ -157,13 +157,14 @@ def test_what_the_host_works_with_is_what_the_compiler_takes(parameters):
     update the table first, and give back its gradient and its parameter before those of the layers
     come down: that of jax 0.12 does.
     """
-    targets = pytest.importorskip("jaxpar.rehearse.targets")
-    if not targets.compilers()["cuda"].startswith("jax-cuda"):
-        pytest.skip(targets.compilers()["cuda"])
+    topologies = pytest.importorskip("jaxpar.rehearse.topologies")
+    if not topologies.compilers()["cuda"].startswith("jax-cuda"):
+        pytest.skip(topologies.compilers()["cuda"])
     from jaxpar.plan.memory_account import memory_account
     from jaxpar.rehearse.of_config import compile_step
+    from jaxpar.rehearse.targets import load_target
 
-    target = targets.load_target("a100x2")
+    target = load_target("a100x2")
     sizes = {"model.embed": 256, "model.mlp": 1024, "model.layers": 4, "model.vocab_size": 4096}
     asked = {"memory.optimizer": "host", "memory.parameters": parameters}
     config = override(config_of("gpt2", fsdp=2), asked | sizes)
