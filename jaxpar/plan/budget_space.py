@@ -45,7 +45,7 @@ class Question(NamedTuple):
     """An experiment with a budget, and what its plans cost.
 
     Attributes:
-      experiment: the experiment.
+      experiment: the experiment that is to fit, with its settled overlap.
       names: the activations that its blocks have.
       base: the candidate that it is, recomputing everything.
       price: what a step costs under a candidate.
@@ -234,8 +234,8 @@ def _actions(candidate: Candidate) -> dict[str, Action]:
 
 
 def reasons(plan: Priced, asked: Question) -> str:
-    """Explain a plan in one line: `offload block_input (2.10 GiB, hidden behind 41 ms of compute),
-    recompute up (+3.1 % of the compute)`.
+    """Explain a plan in one line: `offload block_input (2.10 GiB, waits 12 ms), recompute up
+    (+3.1 % of the compute)`.
     """
     candidate = plan.candidate
     cost = plan.estimate
@@ -249,11 +249,11 @@ def reasons(plan: Priced, asked: Question) -> str:
     parts = []
     if away := by_action["offload"]:
         waits = cost.host - state
-        where = f"waits {1e3 * waits:.0f} ms of {1e3 * compute:.0f} ms of compute"
-        parts.append(f"offload {', '.join(away)} ({bytes_text(cost.offloaded)}, {where})")
+        size = bytes_text(cost.offloaded)
+        parts.append(f"offload {', '.join(away)} ({size}, waits {1e3 * waits:.0f} ms)")
     if again := by_action["recompute"]:
         share = 100 * (cost.compute / compute - 1) if compute else 0.0
-        parts.append(f"recompute {', '.join(again)} (+{share:.1f} % of the compute)")
+        parts.append(f"recompute {', '.join(again)} ({share:+.1f} % of the compute)")
     if saved := by_action["save"]:
         parts.append(f"save {', '.join(saved)} ({bytes_text(cost.bytes.activations)})")
     streamed = [

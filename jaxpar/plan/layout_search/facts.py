@@ -79,6 +79,11 @@ def facts_of(request: Request) -> Facts:
         if axis not in (*_COPIED, *_ELSEWHERE)
     ]
     settings = config.optimizer
+    has_moments = settings.settings.has_moments
+    rounds_moments = settings.rounds_first_moments
+    if own is not None and own.own_optimizer is not None:
+        has_moments = own.optimizer.by_layer
+        rounds_moments = False
     return Facts(
         dims=tuple(dim for dim in dims if dim.places),
         batch=_places("batch", config),
@@ -86,8 +91,8 @@ def facts_of(request: Request) -> Facts:
         kinds=made.config.kinds if made.has_blocks else 1,
         experts=config.model.experts,
         has_blocks=made.has_blocks,
-        has_moments=settings.settings.has_moments,
-        rounds_moments=settings.rounds_first_moments,
+        has_moments=has_moments,
+        rounds_moments=rounds_moments,
         dropout=config.model.dropout > 0,
     )
 

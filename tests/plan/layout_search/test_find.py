@@ -8,6 +8,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from made_up_prices import made_up, rehearsals
 from tiers import MARKS, third_quick
@@ -16,16 +19,19 @@ from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MESH_AXES
+from jaxpar.models import OwnModel
 from jaxpar.plan.candidate import Candidate, candidate_of
 from jaxpar.plan.layout_search import Answer, search
 from jaxpar.plan.layout_search.request import USES, Request
 from jaxpar.rehearse.targets import check_mesh, load_target
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_experiment
 
 GIB = 2**30
 EIGHT_B = load_config("llama3_8b")
 
 
-def find(config: Config = EIGHT_B, target: str = "v5p-8", **options: Any) -> Answer:
+def find(config: Config | Experiment = EIGHT_B, target: str = "v5p-8", **options: Any) -> Answer:
     """Search by the made-up closed forms alone, unless rehearsals are asked for."""
     usual = {"rehearsals": 0, "verify": False, "price_of": made_up, "workers": 1}
     options = usual | options
@@ -142,6 +148,32 @@ def test_experts_are_split_where_there_are_some() -> None:
     assert answer.best is not None and answer.best.candidate.size("expert") == 8
     dense = find(sequences=16)
     assert dense.best is not None and dense.best.candidate.size("expert") == 1
+
+
+def test_an_experiment_is_planned_with_what_is_its_own() -> None:
+    config = override(load_config("tiny"), {"train.batch": 16, "mesh.data": 1})
+    devices = jax.devices()[:1]
+    plain = make_experiment(config, devices)
+    own = make_experiment(config, devices, optimizer=optax.sgd(0.1))
+    of_config, of_plain, of_own = (find(one, "v5e-8") for one in (config, plain, own))
+    assert of_plain.config == of_config.config and of_plain.request.experiment is None
+    assert of_own.config is not None and of_own.config.memory.optimizer == "device"
+    kept = of_own.request.experiment
+    assert kept is not None and kept.own_optimizer is own.own_optimizer
+
+
+def test_a_model_that_is_one_function_is_refused() -> None:
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        return {"table": jax.random.normal(key, (256, 8))}
+
+    def loss_of(params: Any, batch: Any, layout: Any, key: Any) -> tuple[jax.Array, jax.Array]:
+        return jnp.sum(params["table"][batch["tokens"]]), jnp.float32(batch["labels"].size)
+
+    model = OwnModel("Table", init, loss_of, {"table": ("vocab", None)}, 256, 64)
+    config = override(load_config("tiny"), {"mesh.data": 1, "data.seq_len": 64})
+    experiment = make_experiment(config, jax.devices()[:1], model=model)
+    with pytest.raises(UserError, match="this model is one"):
+        find(experiment, "v5e-8")
 
 
 # What rehearsals change.
