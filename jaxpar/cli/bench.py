@@ -70,17 +70,28 @@ class BenchPresetsArgs:
 class BenchPlansArgs:
     """Rank measured plans by the closed forms of a step's time: published iteration times of many
     plans of one model on one cluster. Within each group the rank correlation, and what the plan
-    that is ranked first costs more than the fastest. docs/plan_board.md has the result.
+    that is ranked first costs more than the fastest. With `--rehearsed`, plans of the planner's own
+    space beside their rehearsals. docs/plan_board.md has the results.
     """
 
     rows: str = ""
-    """A CSV file of measured plans in place of the published ones: docs/plan_board.md has its
-    columns.
+    """A CSV file of plans in place of the ones that come with the library: docs/plan_board.md has
+    its columns.
     """
+    rehearsed: bool = False
+    """Rank plans that were rehearsed, by pairs of a model and a target."""
+    anew: bool = False
+    """Draw and rehearse the plans anew, which takes a compiler and hours; what --out has already is
+    not rehearsed again.
+    """
+    only: tuple[str, ...] = ()
+    """Take the pairs whose names begin so; none = all."""
+    out: str = "runs/plans"
+    """Folder of what is rehearsed anew."""
     json: str = ""
     """Write every plan with its estimate: FILE.json."""
     picture: str = ""
-    """Draw predicted against measured times: FILE.png."""
+    """Draw predicted against measured or rehearsed times: FILE.png."""
 
 
 @dataclass(frozen=True)
@@ -185,14 +196,31 @@ def bench_presets_command(words: list[str]) -> int:
 
 
 def bench_plans_command(words: list[str]) -> int:
-    """jaxpar bench plans [--rows FILE.csv] [--json FILE.json] [--picture FILE.png]"""
+    """jaxpar bench plans [--rows FILE.csv] [--rehearsed [--only PAIR ...] [--anew] [--out FOLDER]]
+    [--json FILE.json] [--picture FILE.png]
+    """
+    args = parse_words(bench_plans_command.__doc__, BenchPlansArgs(), words)
+    _require_plans_flags(args)
+    check_folders(args.json, args.picture)
+    return _rank_rehearsed(args) if args.rehearsed else _rank_measured(args)
+
+
+def _require_plans_flags(args: BenchPlansArgs) -> None:
+    """Refuse flags that can have no effect."""
+    if not args.rehearsed and (args.anew or args.only):
+        raise UserError("--anew and --only are of rehearsed plans: give --rehearsed too")
+    if args.anew and args.rows:
+        raise UserError("--anew writes the rows of --out, and --rows reads others: leave one out")
+    if args.out != BenchPlansArgs().out and not args.anew:
+        raise UserError("--out is the folder of --anew: give that too")
+
+
+def _rank_measured(args: BenchPlansArgs) -> int:
     from jaxpar.bench.measure import table
     from jaxpar.bench.plans.ranking import as_json, rank_plans, summary_rows, worst_rows
     from jaxpar.bench.plans.rows import measured_plans
 
-    args = parse_words(bench_plans_command.__doc__, BenchPlansArgs(), words)
     say = console().print
-    check_folders(args.json, args.picture)
     rows = measured_plans(Path(args.rows) if args.rows else None)
     groups = rank_plans(rows, say=say)
     if not groups:
@@ -200,16 +228,53 @@ def bench_plans_command(words: list[str]) -> int:
         return 0
     say(table(summary_rows(groups)), soft_wrap=True)
     say(table(worst_rows(groups)), soft_wrap=True)
+    _write_plans(args, as_json(groups))
+    return 0
+
+
+def _rank_rehearsed(args: BenchPlansArgs) -> int:
+    from jaxpar.bench.measure import table
+    from jaxpar.bench.plans.against_rehearsals import (
+        as_json,
+        choice_rows,
+        pair_rows,
+        rank_rehearsed,
+    )
+    from jaxpar.bench.plans.pairs import pairs_of
+    from jaxpar.bench.plans.rehearse_pairs import rehearse_pairs
+    from jaxpar.bench.plans.rehearsed import rehearsed_plans
+
+    say = console().print
+    wanted = pairs_of(args.only)
+    if args.anew:
+        rows = rehearse_pairs(wanted, Path(args.out), say)
+    else:
+        rows = rehearsed_plans(Path(args.rows) if args.rows else None)
+    names = {pair.name for pair in wanted}
+    pairs = rank_rehearsed([row for row in rows if row.pair in names], say)
+    if not pairs:
+        say("no pair has two plans that fit: there is nothing to rank")
+        return 0
+    say(table(pair_rows(pairs)), soft_wrap=True)
+    say(table(choice_rows(pairs)), soft_wrap=True)
+    _write_plans(args, as_json(pairs))
+    return 0
+
+
+def _write_plans(args: BenchPlansArgs, found: list[dict[str, object]]) -> None:
+    """Write ranked plans as JSON and as a picture, where these are asked for."""
+    say = console().print
     if args.json:
-        write_whole(Path(args.json), json.dumps(as_json(groups), indent=1) + "\n")
+        write_whole(Path(args.json), json.dumps(found, indent=1) + "\n")
         say(f"wrote {args.json}")
     if args.picture:
         from jaxpar.show.figures import save_figure
         from jaxpar.show.measured_plans import measured_plans_figure
+        from jaxpar.show.rehearsed_plans import rehearsed_plans_figure
 
-        save_figure(measured_plans_figure(as_json(groups)), Path(args.picture))
+        draw = rehearsed_plans_figure if args.rehearsed else measured_plans_figure
+        save_figure(draw(found), Path(args.picture))
         say(f"wrote {args.picture}")
-    return 0
 
 
 def bench_foresight_command(words: list[str]) -> int:

@@ -6,6 +6,7 @@ one layer, `ring` a split sequence, `masks` what attention sees, `schedule` a pi
 `memory_bars` what fills a memory; `tables` has the same in words, `figures` writes pictures to
 files, and `show` is the command that puts them together. Of a rehearsal: `timeline`,
 `memory_timeline`, `task_graph`, and for many of them `compositions` and `foresight`, and `plans`
-for those of a search; of estimates beside measured plans `measured_plans`. Of a run: `losses`,
-`watch`, `profile` and `goodput`, and of several `compare`.
+for those of a search; of estimates beside measured plans `measured_plans`, and beside rehearsed
+ones `rehearsed_plans`. Of a run: `losses`, `watch`, `profile` and `goodput`, and of several
+`compare`.
 """

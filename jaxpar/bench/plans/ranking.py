@@ -14,6 +14,7 @@ from jaxpar.base.config import load_config, override
 from jaxpar.base.errors import Say
 from jaxpar.bench.measure import BenchRow
 from jaxpar.bench.plans.megatron import FITTED, Figures, cluster, megatron
+from jaxpar.bench.plans.order import spearman
 from jaxpar.bench.plans.rows import MeasuredPlan, by_group
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.closed_form import Estimate, StepShapes, Trainer, estimate, step_shapes
@@ -42,11 +43,8 @@ class RankedGroup(NamedTuple):
     @property
     def spearman(self) -> float:
         """Spearman's rank correlation of predicted with measured seconds."""
-        measured = _ranks([one.row.step_seconds for one in self.plans])
-        predicted = _ranks([one.predicted.seconds for one in self.plans])
-        if np.ptp(measured) == 0 or np.ptp(predicted) == 0:
-            return 0.0
-        return float(np.corrcoef(measured, predicted)[0, 1])
+        measured = [one.row.step_seconds for one in self.plans]
+        return spearman(measured, [one.predicted.seconds for one in self.plans])
 
     @property
     def chosen(self) -> RankedPlan:
@@ -209,10 +207,3 @@ def as_json(groups: list[RankedGroup]) -> list[dict[str, object]]:
         }
         for one in groups
     ]
-
-
-def _ranks(values: list[float]) -> np.ndarray:
-    """Rank values from 0; equal ones share the mean of their ranks."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    return (ends - (counts + 1) / 2)[inverse]

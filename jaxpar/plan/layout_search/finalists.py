@@ -107,7 +107,12 @@ def _other_policies(plan: Priced, of: Round, room: float) -> list[Priced]:
 
 
 def rehearse_finalists(
-    of: Round, measure: Measure, most: int, at_once: int, say: Say
+    of: Round,
+    measure: Measure,
+    most: int,
+    at_once: int,
+    say: Say,
+    listed: Callable[[Round, Correction], list[Priced]] | None = None,
 ) -> tuple[Correction, list[Priced]]:
     """Rehearse the best plans until the winner is stable.
 
@@ -116,12 +121,14 @@ def rehearse_finalists(
       most: the number of rehearsals.
       at_once: how many configs are rehearsed at once.
       say: is called with a line for each.
+      listed: lists the plans that may win; None = `contenders`.
 
     Returns:
       What was rehearsed, and the contenders, the fastest first by all that is known.
     """
+    listed = listed or contenders
     correction = Correction()
-    best = contenders(of, correction)
+    best = listed(of, correction)
     while len(correction.rehearsed) < most:
         count = min(at_once, most - len(correction.rehearsed))
         chosen = _next(best, correction, count)
@@ -134,7 +141,7 @@ def rehearse_finalists(
             known = _rehearsed(plan, outcome, of.request.budget)
             correction = Correction((*correction.rehearsed, known))
             say(f"rehearsed {plan_text(plan.candidate)}: {_outcome(known)}")
-        best = contenders(of, correction)
+        best = listed(of, correction)
     return correction, best
 
 
