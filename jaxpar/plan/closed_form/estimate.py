@@ -12,7 +12,13 @@ from typing import NamedTuple
 from jaxpar.base.layout.mesh import MeshAxis
 from jaxpar.hlo.program.tasks import CollectiveKind
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.closed_form.links import Sizes, Slope, seconds_of, slopes
+from jaxpar.plan.closed_form.links import (
+    Sizes,
+    Slope,
+    seconds_of,
+    slopes,
+    spans_nodes,
+)
 from jaxpar.plan.closed_form.memory import (
     BlockHeld,
     StateHeld,
@@ -136,6 +142,7 @@ def _concerning_block(candidate: Candidate) -> Candidate:
         keep=candidate.keep,
         parameters=candidate.parameters,
         zero=candidate.zero,
+        scan=candidate.scan,
         overlap=candidate.overlap,
     )
 
@@ -207,9 +214,16 @@ def _block(on: _System, candidate: Candidate) -> _Block:
     passes = trainer.passes(shapes, candidate, on.rates)
     weights = _weights(on, _concerning_weights(candidate))
     sends = trainer.block(shapes, candidate)
-    forward = _pass(passes.forward, _shared(sends, "forward", on, candidate), weights.forward)
+    held = block_held(shapes, candidate)
+    stacks = _stack_passes(trainer, candidate)
+    kept = held.kept / on.rates.memory
+    forward = _pass(
+        passes.forward + stacks[0] * kept,
+        _shared(sends, "forward", on, candidate),
+        weights.forward,
+    )
     backward = _pass(
-        passes.again + passes.backward,
+        passes.again + passes.backward + stacks[1] * kept,
         _shared(sends, "backward", on, candidate),
         weights.backward,
     )
@@ -226,12 +240,23 @@ def _block(on: _System, candidate: Candidate) -> _Block:
         backward,
         share * launched,
         (1 - share) * launched,
-        block_held(shapes, candidate),
+        held,
     )
 
 
-TABLE_KERNELS = 20
-"""The kernels of the lookup and the loss of a microbatch."""
+def _stack_passes(trainer: Trainer, candidate: Candidate) -> tuple[float, float]:
+    """Return the passes over what a block keeps beside its own: into the array of all layers and
+    out of it, and of a stage that keeps everything into that of the microbatches.
+    """
+    forward, backward = trainer.stack_passes if candidate.scan else (0.0, 0.0)
+    keeps_all = candidate.policy == "none" and not candidate.keep
+    if candidate.size("stage") > 1 and keeps_all:
+        backward += trainer.stash_passes
+    return forward, backward
+
+
+PIECE_KERNELS = 18
+"""The kernels of each piece of the loss."""
 
 
 class _Tables(NamedTuple):
@@ -249,7 +274,7 @@ def _tables(on: _System, candidate: Candidate) -> _Tables:
     shapes = on.shapes
     trainer = on.trainer
     loss = loss_work(shapes, candidate)
-    compute = loss.times * loss.matmul.seconds(on.rates, shapes.dtype_bytes)
+    compute = loss.seconds(on.rates, shapes.dtype_bytes)
     if trainer.loss_slower is not None:
         compute *= trainer.loss_slower(candidate)
     compute += trainer.loss_passes * loss.moved / on.rates.memory
@@ -257,7 +282,8 @@ def _tables(on: _System, candidate: Candidate) -> _Tables:
         compute *= candidate.size("stage")
     sends = (*trainer.lookup(shapes, candidate), *trainer.loss(shapes, candidate))
     stages = trainer.stage(shapes, candidate)
-    launched = 0.0 if trainer.gaps else on.rates.launch * TABLE_KERNELS
+    pieces = max(loss.tiling)
+    launched = 0.0 if trainer.gaps else on.rates.launch * PIECE_KERNELS * pieces
     launched += max(trainer.table_dispatch - compute, 0.0)
     return _Tables(
         compute,
@@ -330,7 +356,7 @@ def _shared(sends: tuple[Send, ...], during: str, on: _System, candidate: Candid
     for one in sends:
         if one.during == during:
             seconds = _seconds(one, on, candidate)
-            share = on.trainer.share(one)
+            share = _share(one, on, candidate)
             waited += share * seconds
             hidden += (1 - share) * seconds
     return _Shared(waited, hidden)
@@ -364,10 +390,16 @@ def _waited(
 ) -> float:
     """Add up what compute waits for of some collectives."""
     return sum(
-        on.trainer.share(one) * _seconds(one, on, candidate)
+        _share(one, on, candidate) * _seconds(one, on, candidate)
         for one in sends
         if one.during in during
     )
+
+
+def _share(one: Send, on: _System, candidate: Candidate) -> float:
+    """Return the share of a collective that compute waits for."""
+    across = spans_nodes(one.axes, candidate.mesh, candidate.dcn, on.target)
+    return on.trainer.share(one, across)
 
 
 def _seconds(one: Send, on: _System, candidate: Candidate) -> float:

@@ -135,6 +135,15 @@ def _in_nodes(mesh: Sizes, dcn: Sizes, target: Target) -> tuple[Sizes, Sizes]:
     return tuple(inside), tuple(across)
 
 
+@lru_cache(maxsize=65536)
+def spans_nodes(axes: tuple[MeshAxis, ...], mesh: Sizes, dcn: Sizes, target: Target) -> bool:
+    """Return whether a collective over some axes leaves its slice, or its node of GPUs."""
+    if target.hardware.ici.kind == "torus":
+        return any(dcn[MESH_AXES.index(axis)] > 1 for axis in axes)
+    _, across = _in_nodes(mesh, dcn, target)
+    return any(across[MESH_AXES.index(axis)] > 1 for axis in axes)
+
+
 # A torus has slices, and its chips may have two halves.
 
 

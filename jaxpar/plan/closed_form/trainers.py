@@ -37,6 +37,12 @@ class Trainer:
       weights, block, lookup, loss, step, stage: what it sends in each of these.
       passes: prices a block.
       exposed: the share of each kind of collective that compute waits for; 1 where it is not there.
+      exposed_across: that share of collectives that leave a slice or a node; `exposed` where it is
+        not there.
+      stack_passes: the passes over what a scanned block keeps, forward and backward: to make the
+        array of all layers, to write a layer's part into it, and to read it.
+      stash_passes: the passes over what a stage of a pipeline keeps of a microbatch, where it keeps
+        everything until the microbatch's backward: into the array of the microbatches, and out.
       gaps: the seconds of a block, forward and backward, in which the device is between kernels;
         None = the target's launch of each.
       dispatch: the seconds in which a host launches the kernels of a block one by one, forward and
@@ -56,6 +62,9 @@ class Trainer:
     stage: SendsOf = stage_sends
     passes: Callable[[StepShapes, Candidate, Rates], Passes] = block_passes
     exposed: Exposed = field(default_factory=dict[tuple[What, CollectiveKind], float])
+    exposed_across: Exposed = field(default_factory=dict[tuple[What, CollectiveKind], float])
+    stack_passes: tuple[float, float] = (0.0, 0.0)
+    stash_passes: float = 0.0
     gaps: Callable[[Candidate], float] | None = None
     dispatch: Callable[[Candidate], float] | None = None
     table_dispatch: float = 0.0
@@ -64,9 +73,15 @@ class Trainer:
     loss_slower: Callable[[Candidate], float] | None = None
     tile: float = 0.0
 
-    def share(self, one: Send) -> float:
-        """Return the share of a collective that compute waits for."""
-        return self.exposed.get((one.what, one.kind), 1.0)
+    def share(self, one: Send, across: bool) -> float:
+        """Return the share of a collective that compute waits for.
+
+        Args:
+          across: whether it leaves a slice or a node.
+        """
+        key = (one.what, one.kind)
+        inside = self.exposed.get(key, 1.0)
+        return self.exposed_across.get(key, inside) if across else inside
 
 
 TRAINERS = {
@@ -82,15 +97,26 @@ TRAINERS = {
     "cuda": Trainer(
         exposed={
             ("weights", "all-gather"): 0.2,
-            ("gradients", "reduce-scatter"): 0.3,
-            ("gradients", "all-reduce"): 0.3,
+            ("gradients", "reduce-scatter"): 0.2,
+            ("gradients", "all-reduce"): 0.2,
             ("keys", "ppermute"): 0.2,
             ("stages", "ppermute"): 0.3,
-        }
+        },
+        exposed_across={
+            ("weights", "all-gather"): 0.6,
+            ("gradients", "reduce-scatter"): 0.6,
+            ("gradients", "all-reduce"): 0.6,
+        },
+        stack_passes=(4.0, 1.0),
+        stash_passes=4.0,
     ),
     "cpu": Trainer(),
 }
-"""How this library trains on each platform. Its shares are those that rehearsals of LLaMA-3 8B on
-v5p show (docs/benchmarks_log.md): gathers of weights run beside compute, scatters alone. Those of
-GPUs are assumed, and no collective of a CPU runs beside compute.
+"""How this library trains on each platform. The shares of TPUs are those that rehearsals of LLaMA-3
+8B on v5p show (docs/benchmarks_log.md): gathers of weights run beside compute, scatters alone.
+Those of GPUs are the means of the published steps on H100s whose programs the library has
+(`jaxpar.bench.foresight`): in a node a collective beside compute costs what it slows that by, and
+over the network more than half of it is waited for. The passes over what is kept are those of the
+same programs; TPU programs write a layer's part where it was made. No collective of a CPU runs
+beside compute.
 """

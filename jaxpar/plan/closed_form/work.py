@@ -124,6 +124,10 @@ def attention_flops(shapes: StepShapes, candidate: Candidate) -> float:
     return 4.0 * local.attention * shapes.keys * heads * shapes.head_dim
 
 
+_KERNELS = 60.0
+"""The kernels of a block beside its matmuls, forward and backward."""
+
+
 def block_passes(shapes: StepShapes, candidate: Candidate, rates: Rates) -> Passes:
     """Price the passes of one block in one microbatch."""
     parts = candidate.accumulation * candidate.microbatches
@@ -133,7 +137,7 @@ def block_passes(shapes: StepShapes, candidate: Candidate, rates: Rates) -> Pass
     ops = _block_ops(shapes, whole, rates)
     forward = ops.attention_forward + ops.moved.forward
     backward = ops.attention_backward + ops.moved.backward
-    kernels = 24.0
+    kernels = _KERNELS
     for _, seconds in ops.matmuls:
         forward += seconds
         backward += 2 * seconds
@@ -151,7 +155,7 @@ def block_passes(shapes: StepShapes, candidate: Candidate, rates: Rates) -> Pass
             kernels += 1
     if runs_stages_again(shapes, candidate):
         again += forward
-        kernels += 24
+        kernels += _KERNELS
     return Passes(forward, again, backward, kernels)
 
 
@@ -257,12 +261,21 @@ def named_bytes(shapes: StepShapes, candidate: Candidate) -> dict[str, float]:
     return _named_bytes(shapes, candidate.sizes, candidate.zero, parts)
 
 
+_SCORE_BYTES = 18.0
+"""The bytes of passes over a score and its gradient beside the matmuls: as float32 it is read for
+the largest, for the sum and for the gradient, and in two dtypes written again."""
+_SLICED_SCORE_BYTES = 21.0
+"""Those where slices of the vocabulary make scores twice."""
+
+
 class LossWork(NamedTuple):
     """The loss of one microbatch on a device.
 
     Attributes:
       matmul: the matmul of its tokens with its rows of the vocabulary.
       times: how many matmuls of this size there are.
+      added: the bytes of the sums to which one of these matmuls adds piece by piece: the gradient
+        of the matrix over chunks of tokens, or of the tokens over slices of the vocabulary.
       moved: the bytes of passes over memory.
       tiling: the pieces in which it works.
       held: the bytes that it holds: scores, the gathered matrix and its gradient.
@@ -270,9 +283,17 @@ class LossWork(NamedTuple):
 
     matmul: Matmul
     times: int
+    added: float
     moved: float
     tiling: Tiling
     held: float
+
+    def seconds(self, rates: Rates, width: int) -> float:
+        """Return the seconds of its matmuls, of which one waits for its sums where these take
+        longer.
+        """
+        each = self.matmul.seconds(rates, width)
+        return (self.times - 1) * each + max(each, self.added / rates.memory)
 
 
 def loss_work(shapes: StepShapes, candidate: Candidate) -> LossWork:
@@ -293,15 +314,17 @@ def loss_work(shapes: StepShapes, candidate: Candidate) -> LossWork:
     times = 3 if tiling.slices == 1 else 4
     scores = tokens * rows
     matrix = rows * shapes.embed
-    # Scores are written, and read for their sum and for the gradient, which is written and read.
-    bytes_moved = scores * (4.0 * 3 + 2.0 * width) + 12.0 * matrix * tiling.chunks
+    bytes_moved = scores * (_SCORE_BYTES if tiling.slices == 1 else _SLICED_SCORE_BYTES)
+    added = 8.0 * (matrix * tiling.chunks + tokens * shapes.embed * (tiling.slices - 1))
     held = scores / tiling.chunks / tiling.slices * (4 + width) + rows / tiling.slices * of_row
-    return LossWork(Matmul("loss", tokens, shapes.embed, rows), times, bytes_moved, tiling, held)
+    matmul = Matmul("loss", tokens, shapes.embed, rows)
+    return LossWork(matmul, times, added, bytes_moved, tiling, held)
 
 
 def update_bytes(shapes: StepShapes, candidate: Candidate) -> float:
     """Count the bytes that the optimizer's step reads and writes: parameters and state both ways,
-    and gradients twice, once for their norm.
+    and gradients five times: for their norm, and both ways as they are clipped and as they are
+    handed on.
     """
     stages = candidate.size("stage")
     total = 0.0
@@ -311,7 +334,7 @@ def update_bytes(shapes: StepShapes, candidate: Candidate) -> float:
             continue
         entries = weight.state * _layers_here(parameter.layers, stages)
         state = dict(parameter.state_width)[candidate.moments]
-        total += entries * (2 * parameter.width + 2 * parameter.sums_width + 2 * state)
+        total += entries * (2 * parameter.width + 5 * parameter.sums_width + 2 * state)
     return total
 
 
