@@ -59,7 +59,7 @@ class Figures:
     gaps: float = 0.55e-3
     sums_gaps: float = 0.86e-3
     odd_vocabulary: float = 2.24
-    loss_passes: float = 1.3
+    loss_passes: float = 1.156
     matmul: float = 0.869
     memory: float = 0.85
     tile: float = 20.0
@@ -216,6 +216,7 @@ def megatron(figures: Figures) -> Trainer:
         dispatch=dispatch,
         table_dispatch=figures.table_dispatch,
         last_stage_scores=True,
+        gradient_passes=2.0,
         loss_passes=figures.loss_passes,
         loss_slower=loss_slower,
         tile=figures.tile,

@@ -314,7 +314,7 @@ def _once(on: _System, candidate: Candidate) -> _Once:
     sends = on.trainer.step(shapes, candidate)
     return _Once(
         added=gradient_bytes_added(shapes, candidate) / rates.memory,
-        update=update_bytes(shapes, candidate) / rates.memory,
+        update=update_bytes(shapes, candidate, on.trainer.gradient_passes) / rates.memory,
         exposed=_waited(sends, ("once",), on, candidate),
         host=_state_moved(shapes, candidate) / rates.host,
         layers=layers_a_tick(shapes, candidate) * candidate.virtual,

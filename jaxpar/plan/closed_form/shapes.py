@@ -123,7 +123,6 @@ class StepShapes:
     model_flops: float
     strategy: str
     stash_of_stage: bool
-    optimizer_passes: float
 
     @property
     def tokens(self) -> int:
@@ -188,7 +187,6 @@ def step_shapes(experiment: Experiment | Config) -> StepShapes:
         model_flops=alone.model.flops_per_token(S) * config.train.batch * S,
         strategy=config.context.strategy,
         stash_of_stage=config.pipeline.stash == "stage",
-        optimizer_passes=2.0,
     )
 
 

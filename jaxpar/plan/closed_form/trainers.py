@@ -43,6 +43,8 @@ class Trainer:
         array of all layers, to write a layer's part into it, and to read it.
       stash_passes: the passes over what a stage of a pipeline keeps of a microbatch, where it keeps
         everything until the microbatch's backward: into the array of the microbatches, and out.
+      gradient_passes: the passes over gradients in an update: for their norm, and both ways as they
+        are clipped and as they are handed on.
       gaps: the seconds of a block, forward and backward, in which the device is between kernels;
         None = the target's launch of each.
       dispatch: the seconds in which a host launches the kernels of a block one by one, forward and
@@ -65,6 +67,7 @@ class Trainer:
     exposed_across: Exposed = field(default_factory=dict[tuple[What, CollectiveKind], float])
     stack_passes: tuple[float, float] = (0.0, 0.0)
     stash_passes: float = 0.0
+    gradient_passes: float = 5.0
     gaps: Callable[[Candidate], float] | None = None
     dispatch: Callable[[Candidate], float] | None = None
     table_dispatch: float = 0.0

@@ -321,10 +321,9 @@ def loss_work(shapes: StepShapes, candidate: Candidate) -> LossWork:
     return LossWork(matmul, times, added, bytes_moved, tiling, held)
 
 
-def update_bytes(shapes: StepShapes, candidate: Candidate) -> float:
+def update_bytes(shapes: StepShapes, candidate: Candidate, gradient_passes: float) -> float:
     """Count the bytes that the optimizer's step reads and writes: parameters and state both ways,
-    and gradients five times: for their norm, and both ways as they are clipped and as they are
-    handed on.
+    and gradients so many times.
     """
     stages = candidate.size("stage")
     total = 0.0
@@ -334,7 +333,8 @@ def update_bytes(shapes: StepShapes, candidate: Candidate) -> float:
             continue
         entries = weight.state * _layers_here(parameter.layers, stages)
         state = dict(parameter.state_width)[candidate.moments]
-        total += entries * (2 * parameter.width + 5 * parameter.sums_width + 2 * state)
+        gradients = gradient_passes * parameter.sums_width
+        total += entries * (2 * parameter.width + gradients + 2 * state)
     return total
 
 
