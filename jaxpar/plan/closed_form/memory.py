@@ -10,7 +10,7 @@ from jaxpar.plan.closed_form.sends import local_tokens
 from jaxpar.plan.closed_form.shapes import StepShapes
 from jaxpar.plan.closed_form.split import Weight, split_of, weights_of
 from jaxpar.plan.closed_form.ticks import layers_a_tick, ticks_of
-from jaxpar.plan.closed_form.work import named_bytes
+from jaxpar.plan.closed_form.work import named_bytes, ring_entries
 
 
 class StateHeld(NamedTuple):
@@ -53,6 +53,10 @@ def state_held(shapes: StepShapes, candidate: Candidate) -> StateHeld:
     return StateHeld(parameters, gradients, state, gathered)
 
 
+_RING_SUMS = 16.0
+"""The bytes of an entry in a sum over the hops of a ring: itself, what a hop adds, and copies."""
+
+
 class BlockHeld(NamedTuple):
     """The bytes of one block of one microbatch: kept on the device until its backward, kept in host
     memory, and those that it works with.
@@ -66,7 +70,8 @@ class BlockHeld(NamedTuple):
 def block_held(shapes: StepShapes, candidate: Candidate) -> BlockHeld:
     """Count the bytes of the activations of one block in one microbatch.
 
-    A block's backward works with a gradient of everything that has a name, those named arrays that
+    A ring works in float32 with the sums of its hops beside what each hop makes: of what queries
+    get, and of the gradients of keys and values. A block's backward works with a gradient of everything that has a name, those named arrays that
     are not kept, its gathered weights and the gathered stream; a lookup with its gathered table.
     """
     keep = Keep(**dict(candidate.keep))  # pyright: ignore[reportArgumentType]
@@ -85,7 +90,9 @@ def block_held(shapes: StepShapes, candidate: Candidate) -> BlockHeld:
     weights = weights_of(shapes, candidate.sizes, candidate.zero)
     gathered = sum(one.used * shapes.dtype_bytes for one in weights if one.parameter.layers)
     tables = max((_table_bytes(one, shapes) for one in weights), default=0.0)
-    block = sum(sizes.values()) + again + 2 * stream + gathered
+    ring = ring_entries(shapes, candidate)
+    sums = _RING_SUMS * (ring.queries + 2 * ring.keys)
+    block = sum(sizes.values()) + again + 2 * stream + gathered + sums
     return BlockHeld(kept, offloaded, max(block, tables))
 
 

@@ -27,6 +27,7 @@ class Rates(NamedTuple):
       tile: the rows and columns at which a matmul reaches half of that.
       memory: bytes/s of passes over memory.
       attention: the FLOP/s of attention's kernels, forward and backward.
+      ring: those of the kernels of a ring, which go over parts of a sequence.
       launch: seconds between kernels.
       host: bytes/s to host memory.
     """
@@ -35,6 +36,7 @@ class Rates(NamedTuple):
     tile: float
     memory: float
     attention: tuple[float, float]
+    ring: tuple[float, float]
     launch: float
     host: float
 
@@ -72,19 +74,25 @@ def rates_of(target: Target, compute: str, head_dim: int, keys: float) -> Rates:
         filled = min(1.0, head_dim / (hardware.matrix_unit or head_dim))
         forward = peak * filled * _TPU_ATTENTION[0]
         backward = peak * filled * _TPU_ATTENTION[1]
+        ring = (forward, backward)
     else:
         share = prices.matmul_float32 if compute == "float32" else prices.matmul
         # A causal query sees half of a sequence on average.
-        row = prices.attention_share("cudnn", head_dim, int(2 * keys))
-        row = row or prices.attention_share("pallas_gpu", head_dim, int(2 * keys))
+        tokens = int(2 * keys)
+        own = prices.attention_share("pallas_gpu", head_dim, tokens)
+        row = prices.attention_share("cudnn", head_dim, tokens) or own
         forward = peak * (row.forward if row else 0.3)
         backward = peak * (row.backward if row else 0.2)
+        # A ring has this library's own kernels, and of two devices each has two quarters.
+        row = prices.attention_share("pallas_gpu", head_dim, max(tokens // 4, 1)) or row
+        ring = (peak * row.forward, peak * row.backward) if row else (forward, backward)
     slower = prices.compute
     return Rates(
         matmul=peak * share / slower,
         tile=_tile_of(target),
         memory=(hardware.hbm_bandwidth or _GUESS.hbm_bandwidth) * prices.memory / slower,
         attention=(forward / slower, backward / slower),
+        ring=(ring[0] / slower, ring[1] / slower),
         launch=hardware.launch_overhead,
         host=hardware.host_link_bandwidth or 1e10,
     )

@@ -175,13 +175,15 @@ class _Ops(NamedTuple):
 def _block_ops(shapes: StepShapes, candidate: Candidate, rates: Rates) -> _Ops:
     flops = attention_flops(shapes, candidate)
     moved = elementwise_bytes(shapes, candidate)
+    of_ring = ring_bytes(shapes, candidate)
+    forward, backward = rates.ring if any(of_ring) else rates.attention
     return _Ops(
         matmuls=tuple(
             (one.name, one.seconds(rates, shapes.dtype_bytes))
             for one in block_matmuls(shapes, candidate)
         ),
-        attention_forward=flops / rates.attention[0],
-        attention_backward=2.5 * flops / rates.attention[1],
+        attention_forward=flops / forward + of_ring.forward / rates.memory,
+        attention_backward=2.5 * flops / backward + of_ring.backward / rates.memory,
         moved=Moved(*(size / rates.memory for size in moved)),
     )
 
@@ -220,6 +222,44 @@ def elementwise_bytes(shapes: StepShapes, candidate: Candidate) -> Moved:
     forward = 8 * stream + 2 * rotated + hidden + product + 4 * rows
     backward = 12 * stream + 2 * rotated + 2 * hidden + 2 * product + 4 * rows
     return Moved(forward + cast, forward, backward + cast)
+
+
+class RingEntries(NamedTuple):
+    """The hops of a ring, and a device's entries of queries and of keys in one block; 0 without."""
+
+    hops: int
+    queries: float
+    keys: float
+
+
+def ring_entries(shapes: StepShapes, candidate: Candidate) -> RingEntries:
+    """Count what goes round a ring in one block of one microbatch."""
+    split = split_of(shapes, candidate.sizes, candidate.zero)
+    hops = split.devices(split.along("attention_seq"))
+    if hops == 1 or shapes.strategy == "ulysses":
+        return RingEntries(0, 0.0, 0.0)
+    rows = local_tokens(shapes, candidate, split).attention * shapes.head_dim
+    heads = shapes.heads / split.size("heads")
+    kv_heads = max(shapes.kv_heads / split.size("kv_heads"), 1.0)
+    return RingEntries(hops, rows * heads, rows * kv_heads)
+
+
+_RING_BYTES = ((12.0, 13.0), (10.0, 50.0))
+"""The bytes of passes in each hop of a ring over an entry of queries and one of keys: forward, where
+the result is added to the sum of the hops before it, in float32, and backward, where the gradients
+of keys and values are."""
+
+
+def ring_bytes(shapes: StepShapes, candidate: Candidate) -> Moved:
+    """Count the bytes of passes over memory beside the kernels of a ring, of one block in one
+    microbatch; 0 where there is none.
+    """
+    ring = ring_entries(shapes, candidate)
+    forward, backward = (
+        ring.hops * (of_query * ring.queries + of_key * ring.keys)
+        for of_query, of_key in _RING_BYTES
+    )
+    return Moved(forward, forward, backward)
 
 
 def local_bytes(name: str, shapes: StepShapes, candidate: Candidate) -> float:
