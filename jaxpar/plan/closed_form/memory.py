@@ -70,9 +70,10 @@ class BlockHeld(NamedTuple):
 def block_held(shapes: StepShapes, candidate: Candidate) -> BlockHeld:
     """Count the bytes of the activations of one block in one microbatch.
 
-    A ring works in float32 with the sums of its hops beside what each hop makes: of what queries
-    get, and of the gradients of keys and values. A block's backward works with a gradient of everything that has a name, those named arrays that
-    are not kept, its gathered weights and the gathered stream; a lookup with its gathered table.
+    A block's backward works with a gradient of everything that has a name, those named arrays that
+    are not kept, its gathered weights and the gathered stream; a lookup with its gathered table. A
+    ring works in float32 with sums over its hops: of its result, and of the gradients of keys and
+    values.
     """
     keep = Keep(**dict(candidate.keep))  # pyright: ignore[reportArgumentType]
     found = actions(candidate.policy, keep)

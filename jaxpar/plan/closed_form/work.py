@@ -245,9 +245,9 @@ def ring_entries(shapes: StepShapes, candidate: Candidate) -> RingEntries:
 
 
 _RING_BYTES = ((12.0, 13.0), (10.0, 50.0))
-"""The bytes of passes in each hop of a ring over an entry of queries and one of keys: forward, where
-the result is added to the sum of the hops before it, in float32, and backward, where the gradients
-of keys and values are."""
+"""The bytes of passes in each hop of a ring over an entry of queries and one of keys: forward,
+where the result is added to the sum of the hops before it, in float32, and backward, where the
+gradients of keys and values are."""
 
 
 def ring_bytes(shapes: StepShapes, candidate: Candidate) -> Moved:
