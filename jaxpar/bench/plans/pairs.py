@@ -125,7 +125,10 @@ def draw_plans(space: Space, count: int = PLANS, seed: int = _SEED) -> list[Draw
         if one.bytes <= request.budget and one.seconds <= limit
     ]
     full = [one for one in others if one.bytes > _FULL * request.budget]
-    for drawn, plans, most in (("brim", full, len(found) + _BRIM), ("spread", others, count)):
+    for drawn, plans, most in (
+        ("brim", full, min(len(found) + _BRIM, count)),
+        ("spread", others, count),
+    ):
         for one in plans:
             if len(found) < most and one.candidate not in found:
                 found[one.candidate] = Drawn(drawn, one.candidate)

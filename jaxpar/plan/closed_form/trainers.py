@@ -110,7 +110,7 @@ TRAINERS = {
             ("gradients", "reduce-scatter"): 0.6,
             ("gradients", "all-reduce"): 0.6,
         },
-        stack_passes=(4.0, 1.0),
+        stack_passes=(3.0, 1.0),
         stash_passes=4.0,
     ),
     "cpu": Trainer(),
