@@ -24,9 +24,9 @@ from jaxpar.rehearse.targets import load_target
 PLANS = 32
 """The plans that are drawn for a pair."""
 _FIRST = 8
-"""Those of them that the closed forms rank highest."""
+"""The number of plans among them that the closed forms rank highest."""
 _BRIM = 3
-"""Those that take nearly all of the memory that a program may have, by the closed forms."""
+"""The number of plans that take nearly all of the memory, by the closed forms."""
 _FULL = 0.93
 """The share of that memory from which a plan counts as nearly too large."""
 _SLOWEST = 3.0

@@ -22,7 +22,7 @@ from jaxpar.bench.plans.pairs import pair_of
 from jaxpar.plan.candidate import ONE_DEVICE, Candidate, Choices
 from jaxpar.plan.layout_search.memory_choices import POLICIES
 
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "pair",
     "drawn",
     "mesh",
@@ -200,7 +200,7 @@ def _choices(text: str, place: str) -> Choices:
 
 def _sizes(text: str, place: str) -> tuple[int, ...]:
     """Read the sizes of mesh axes, such as `fsdp=8 tensor=2`; those that are left out are 1."""
-    sizes = list(ONE_DEVICE)
+    sizes = list[int](ONE_DEVICE)
     for axis, value in _choices(text, place):
         if axis not in MESH_AXES:
             raise UserError(f"{place}: {short(axis)} is no mesh axis: there are {MESH_AXES}")
