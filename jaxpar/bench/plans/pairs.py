@@ -26,9 +26,9 @@ from jaxpar.rehearse.targets import load_target
 PLANS = 32
 """The plans that are drawn for a pair."""
 _FIRST = 8
-"""Those of them that the closed forms rank highest."""
+"""The number of plans among them that the closed forms rank highest."""
 _BRIM = 3
-"""Those that take nearly all of the memory that a program may have, by the closed forms."""
+"""The number of plans that take nearly all of the memory, by the closed forms."""
 _FULL = 0.93
 """The share of that memory from which a plan counts as nearly too large."""
 _SLOWEST = 3.0
@@ -127,7 +127,10 @@ def draw_plans(space: Space, count: int = PLANS, seed: int = _SEED) -> list[Draw
         if one.bytes <= request.budget and one.seconds <= limit
     ]
     full = [one for one in others if one.bytes > _FULL * request.budget]
-    for drawn, plans, most in (("brim", full, len(found) + _BRIM), ("spread", others, count)):
+    for drawn, plans, most in (
+        ("brim", full, min(len(found) + _BRIM, count)),
+        ("spread", others, count),
+    ):
         for one in plans:
             if len(found) < most and one.candidate not in found:
                 found[one.candidate] = Drawn(drawn, one.candidate)

@@ -21,7 +21,7 @@ from jaxpar.bench.plans.pairs import pair_of
 from jaxpar.plan.candidate import ONE_DEVICE, Candidate, Choices
 from jaxpar.plan.layout_search.memory_choices import POLICIES
 
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "pair",
     "drawn",
     "mesh",
@@ -33,6 +33,8 @@ COLUMNS = (
     "policy",
     "keep",
     "zero",
+    "moments",
+    "scanned",
     "loss_mib",
     "overlap",
     "step_seconds",
@@ -120,6 +122,8 @@ def _row(plan: RehearsedPlan) -> dict[str, object]:
         "policy": one.policy,
         "keep": _choices_text(one.keep),
         "zero": "yes" if one.zero else "no",
+        "moments": one.moments,
+        "scanned": "yes" if one.scan else "no",
         "loss_mib": one.loss_mib,
         "overlap": _choices_text(one.overlap),
         "step_seconds": f"{plan.seconds:.6g}" if plan.seconds else "",
@@ -146,6 +150,8 @@ def _plan(row: CsvRow) -> RehearsedPlan:
         policy=cast(Policy, policy),
         keep=_choices(cells["keep"], place),
         zero=cells["zero"] == "yes",
+        moments=cells["moments"],
+        scan=cells["scanned"] == "yes",
         loss_mib=_whole(cells, "loss_mib", place),
         overlap=_choices(cells["overlap"], place),
     )
@@ -182,7 +188,7 @@ def _choices(text: str, place: str) -> Choices:
 
 def _sizes(text: str, place: str) -> tuple[int, ...]:
     """Read the sizes of mesh axes, such as `fsdp=8 tensor=2`; those that are left out are 1."""
-    sizes = list(ONE_DEVICE)
+    sizes = list[int](ONE_DEVICE)
     for axis, value in _choices(text, place):
         if axis not in MESH_AXES:
             raise UserError(f"{place}: {short(axis)} is no mesh axis: there are {MESH_AXES}")

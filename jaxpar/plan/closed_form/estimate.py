@@ -234,7 +234,7 @@ def _block(on: _System, candidate: Candidate) -> _Block:
     weights = _weights(on, _concerning_weights(candidate))
     sends = trainer.block(shapes, candidate)
     held = block_held(shapes, candidate)
-    stacks = _stack_passes(trainer, candidate)
+    stacks = trainer.stack_passes if candidate.scan else (0.0, 0.0)
     kept = held.kept / on.rates.memory
     forward = _pass(
         passes.forward + stacks[0] * kept,
@@ -261,17 +261,6 @@ def _block(on: _System, candidate: Candidate) -> _Block:
         (1 - share) * launched,
         held,
     )
-
-
-def _stack_passes(trainer: Trainer, candidate: Candidate) -> tuple[float, float]:
-    """Return the passes over what a block keeps beside its own: into the array of all layers and
-    out of it, and of a stage that keeps everything into that of the microbatches.
-    """
-    forward, backward = trainer.stack_passes if candidate.scan else (0.0, 0.0)
-    keeps_all = candidate.policy == "none" and not candidate.keep
-    if candidate.size("stage") > 1 and keeps_all:
-        backward += trainer.stash_passes
-    return forward, backward
 
 
 PIECE_KERNELS = 18

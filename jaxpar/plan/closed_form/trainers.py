@@ -41,8 +41,6 @@ class Trainer:
         not there.
       stack_passes: the passes over what a scanned block keeps, forward and backward: to make the
         array of all layers, to write a layer's part into it, and to read it.
-      stash_passes: the passes over what a stage of a pipeline keeps of a microbatch, where it keeps
-        everything until the microbatch's backward: into the array of the microbatches, and out.
       gradient_passes: the passes over gradients in an update: for their norm, and both ways as they
         are clipped and as they are handed on.
       gaps: the seconds of a block, forward and backward, in which the device is between kernels;
@@ -66,7 +64,6 @@ class Trainer:
     exposed: Exposed = field(default_factory=dict[tuple[What, CollectiveKind], float])
     exposed_across: Exposed = field(default_factory=dict[tuple[What, CollectiveKind], float])
     stack_passes: tuple[float, float] = (0.0, 0.0)
-    stash_passes: float = 0.0
     gradient_passes: float = 5.0
     gaps: Callable[[Candidate], float] | None = None
     dispatch: Callable[[Candidate], float] | None = None
@@ -110,8 +107,7 @@ TRAINERS = {
             ("gradients", "reduce-scatter"): 0.6,
             ("gradients", "all-reduce"): 0.6,
         },
-        stack_passes=(4.0, 1.0),
-        stash_passes=4.0,
+        stack_passes=(3.0, 0.5),
     ),
     "cpu": Trainer(),
 }
@@ -120,6 +116,8 @@ TRAINERS = {
 Those of GPUs are the means of the published steps on H100s whose programs the library has
 (`jaxpar.bench.foresight`): in a node a collective beside compute costs what it slows that by, and
 over the network more than half of it is waited for. The passes over what is kept are those of the
-same programs; TPU programs write a layer's part where it was made. No collective of a CPU runs
+rehearsed plans of docs/plan_board.md: the array of all layers is zeroed, a layer's part read and
+written, and half of what is read again is copied first; TPU programs write a layer's part where it
+was made. No collective of a CPU runs
 beside compute.
 """

@@ -26,6 +26,8 @@ KEPT = Candidate(
     policy="full",
     keep=(("attention_out", "save"), ("up", "save")),
     zero=True,
+    moments="bfloat16",
+    scan=False,
     loss_mib=256,
     overlap=(("gather", "ring"), ("scatter", "ring")),
 )

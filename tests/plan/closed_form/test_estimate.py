@@ -10,7 +10,8 @@ import pytest
 
 from jaxpar.base.config import load_config
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.closed_form import Estimate, StepShapes, estimate, step_shapes
+from jaxpar.plan.closed_form import TRAINERS, Estimate, StepShapes, estimate, step_shapes
+from jaxpar.plan.closed_form.links import spans_nodes
 from jaxpar.rehearse.targets import load_target
 
 V5P = load_target("v5p-64")
@@ -71,6 +72,36 @@ def test_zero1_holds_less_and_small_moments_too():
     assert zero.optimizer == pytest.approx(whole.optimizer / 16, rel=0.01)
     assert zero.parameters == whole.parameters
     assert small.optimizer == pytest.approx(0.75 * whole.optimizer, rel=0.01)
+
+
+def test_a_scan_on_a_gpu_pays_for_what_it_stacks():
+    """Keeping everything takes longer in a scan than unrolled; a TPU writes into the stack itself."""
+    kept = Candidate(mesh=(1, 1, 16, 1, 1, 1), policy="none")
+    small = llama().with_batch(16)
+
+    def cost(candidate: Candidate) -> float:
+        return estimate(small, candidate, H100).seconds
+
+    stacked = cost(kept) - cost(kept._replace(scan=False))
+    of_inputs = cost(kept._replace(policy="full")) - cost(kept._replace(policy="full", scan=False))
+    assert stacked > 4 * of_inputs > 0
+    assert on_v5p(policy="none").seconds == on_v5p(policy="none", scan=False).seconds
+
+
+def test_collectives_over_the_network_hide_less_than_those_in_a_node():
+    inside = Candidate(mesh=(1, 1, 8, 1, 1, 1), dcn=(1, 2, 1, 1, 1, 1))
+    trainer = TRAINERS["cuda"]
+    (gather, *_) = trainer.weights(llama(), inside)
+    assert trainer.share(gather, across=True) > trainer.share(gather, across=False) > 0
+    assert not spans_nodes(gather.axes, inside.mesh, inside.dcn, H100)
+    assert spans_nodes(("data",), inside.mesh, inside.dcn, H100)
+    assert spans_nodes(("fsdp",), (1, 1, 16, 1, 1, 1), (1,) * 6, H100)
+
+
+def test_a_ring_on_a_gpu_has_slower_kernels_and_adds_up_its_hops():
+    whole = estimate(llama(), Candidate(mesh=(1, 1, 16, 1, 1, 1), policy="full"), H100)
+    ring = estimate(llama(), Candidate(mesh=(1, 1, 8, 2, 1, 1), policy="full"), H100)
+    assert ring.compute > 1.05 * whole.compute
 
 
 def test_a_search_is_quick():
