@@ -80,7 +80,7 @@ def test_settings_that_contradict_each_other_are_refused_by_name() -> None:
 
 
 def test_a_setting_that_changes_nothing_is_said_to() -> None:
-    base = load_config("llama32_1b")
+    base = override(load_config("llama32_1b"), {"memory.policy": "full"})
     with pytest.raises(NoEffect, match="remat changes nothing"):
         apply_settings(base, chosen("remat"))
     with pytest.raises(NoEffect, match=r"rings .*: overlap.gather has no .*mesh.tensor 4"):
@@ -117,7 +117,7 @@ def test_a_pair_stands_beside_the_product_of_its_parts() -> None:
 
 
 def test_what_is_refused_and_what_changes_nothing_keep_their_reason() -> None:
-    base = load_config("llama32_1b")
+    base = override(load_config("llama32_1b"), {"memory.policy": "full"})
     said = list[str]()
     study = compose(base, chosen("remat", "offload", "dots"), measure, say=said.append)
     alone = {point.name: point for point in study.alone}
