@@ -1,7 +1,7 @@
 """The correction of the closed forms by rehearsals of the same search.
 
 A rehearsal of one plan says most about plans of its kind, and something about all others: each
-counts by how alike the plans are.
+counts by how alike the plans are, and where none is alike, what all of them have in common counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from jaxpar.plan.rehearsal_cache import Figures
 _NEAR = 1.0
 """The differences at which a rehearsal counts e times less."""
 _PRIOR = 0.02
-"""The weight of the closed forms themselves, beside a rehearsal of the same plan, which has 1."""
+"""The weight of what is known without plans that are alike, beside a rehearsal of the same plan,
+which has 1.
+"""
+_BEFORE = 0.25
+"""The rehearsals that the closed forms count as, in what all plans have in common. A chip whose
+matmuls are slower than they say has all plans slower.
+"""
 
 _KIND: tuple[Callable[[Candidate], object], ...] = (
     lambda one: one.dcn,
@@ -65,13 +71,18 @@ class Correction(NamedTuple):
 
     def factor(self, candidate: Candidate) -> float:
         """Return by what the seconds of a plan are multiplied."""
+        known = [
+            (one.plan.candidate, math.log(one.figures.step / one.plan.seconds))
+            for one in self.rehearsed
+            if one.figures is not None
+        ]
+        common = sum(log for _, log in known) / (len(known) + _BEFORE)
         total = _PRIOR
-        logs = 0.0
-        for one in self.rehearsed:
-            if one.figures is not None:
-                weight = _weight(candidate, one.plan.candidate)
-                logs += weight * math.log(one.figures.step / one.plan.seconds)
-                total += weight
+        logs = _PRIOR * common
+        for other, log in known:
+            weight = _weight(candidate, other)
+            logs += weight * log
+            total += weight
         return math.exp(logs / total)
 
     def more_bytes(self, candidate: Candidate) -> float:
