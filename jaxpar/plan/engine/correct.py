@@ -1,7 +1,7 @@
 """The correction of the closed forms by rehearsals of the same search.
 
 A rehearsal of one plan says most about plans of its kind, and something about all others: each
-counts by how alike the plans are.
+counts by how alike the plans are, and where none is alike, what all of them have in common counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from jaxpar.plan.figures import Figures
 _NEAR = 1.0
 """The differences at which a rehearsal counts e times less."""
 _PRIOR = 0.02
-"""The weight of the closed forms themselves, beside a rehearsal of the same plan, which has 1."""
+"""The weight of what is known without plans that are alike, beside a rehearsal of the same plan,
+which has 1.
+"""
+_BEFORE = 0.25
+"""The rehearsals that the closed forms count as, in what all plans have in common. A chip whose
+matmuls are slower than they say has all plans slower.
+"""
 _PRIOR_BYTES = 0.005
 _HOST = 1.1
 """The multiple of its expected time that a plan with anything in host memory is taken to need:
@@ -74,14 +80,18 @@ class Correction(NamedTuple):
 
     def factor(self, candidate: Candidate) -> float:
         """Return by what the seconds of a plan are multiplied, but for transfers to host memory."""
+        known = [
+            (one.plan.candidate, math.log(_busy_in(one.figures) / _busy(one.plan)))
+            for one in self.rehearsed
+            if one.figures is not None
+        ]
+        common = sum(log for _, log in known) / (len(known) + _BEFORE)
         total = _PRIOR
-        logs = 0.0
-        for one in self.rehearsed:
-            if one.figures is not None:
-                weight = _weight(candidate, one.plan.candidate)
-                busy = max(one.figures.step - one.figures.host_stall, _LEAST)
-                logs += weight * math.log(busy / _busy(one.plan))
-                total += weight
+        logs = _PRIOR * common
+        for other, log in known:
+            weight = _weight(candidate, other)
+            logs += weight * log
+            total += weight
         return math.exp(logs / total)
 
     def host_factor(self, candidate: Candidate) -> float:
@@ -144,6 +154,11 @@ class Correction(NamedTuple):
 def _busy(plan: Priced) -> float:
     """Return the seconds of a plan, by the closed forms, without transfers to host memory."""
     return max(plan.seconds - plan.estimate.host, _LEAST)
+
+
+def _busy_in(figures: Figures) -> float:
+    """Return the seconds of a rehearsed step without those that wait for host memory."""
+    return max(figures.step - figures.host_stall, _LEAST)
 
 
 def unlike(one: Candidate, other: Candidate) -> float:

@@ -1,7 +1,7 @@
 """The order of all plans by the closed forms.
 
 A mesh with a batching is a branch. Its fastest plan, whether it fits or not, bounds all others of
-the branch from below, so that a branch whose bound is far behind the best plan costs a few estimates.
+the branch from below, so that a branch whose bound is far behind the best plan costs few estimates.
 Where the bound is better than the best plan, activations are chosen one by one: a policy for all of
 them would say little of what the branch can do.
 """
