@@ -6,9 +6,8 @@ import pytest
 
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.closed_form import Bytes, Estimate
-from jaxpar.plan.layout_search.correct import Correction, Rehearsed
-from jaxpar.plan.layout_search.memory_choices import Priced
-from jaxpar.plan.rehearsal_cache import Figures
+from jaxpar.plan.engine import Correction, Priced, Rehearsed
+from jaxpar.plan.figures import Figures
 
 FSDP = Candidate(mesh=(1, 1, 8, 1, 1, 1))
 TENSOR = Candidate(mesh=(1, 1, 2, 1, 1, 4))
