@@ -150,8 +150,11 @@ def test_experts_are_split_where_there_are_some() -> None:
     assert dense.best is not None and dense.best.candidate.size("expert") == 1
 
 
+ONE_DEVICE = {f"mesh.{axis}": 1 for axis in MESH_AXES}
+
+
 def test_an_experiment_is_planned_with_what_is_its_own() -> None:
-    config = override(load_config("tiny"), {"train.batch": 16, "mesh.data": 1})
+    config = override(load_config("tiny"), ONE_DEVICE | {"train.batch": 16})
     devices = jax.devices()[:1]
     plain = make_experiment(config, devices)
     own = make_experiment(config, devices, optimizer=optax.sgd(0.1))
@@ -170,7 +173,7 @@ def test_a_model_that_is_one_function_is_refused() -> None:
         return jnp.sum(params["table"][batch["tokens"]]), jnp.float32(batch["labels"].size)
 
     model = OwnModel("Table", init, loss_of, {"table": ("vocab", None)}, 256, 64)
-    config = override(load_config("tiny"), {"mesh.data": 1, "data.seq_len": 64})
+    config = override(load_config("tiny"), ONE_DEVICE | {"data.seq_len": 64})
     experiment = make_experiment(config, jax.devices()[:1], model=model)
     with pytest.raises(UserError, match="this model is one"):
         find(experiment, "v5e-8")
