@@ -8,16 +8,15 @@ again at any time without a compiler.
 from __future__ import annotations
 
 import csv
-import io
 import math
 from collections.abc import Iterable
-from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from jaxpar.base.errors import UTF8, UserError, reading, short, suggest
+from jaxpar.base.errors import UserError, short
 from jaxpar.base.layout.activation_names import Policy
 from jaxpar.base.layout.mesh import MESH_AXES
+from jaxpar.bench.csv_rows import installed_text, parse_csv, read_csv
 from jaxpar.bench.plans.pairs import pair_of
 from jaxpar.plan.candidate import ONE_DEVICE, Candidate, Choices
 from jaxpar.plan.layout_search.memory_choices import POLICIES
@@ -82,11 +81,9 @@ def rehearsed_plans(file: Path | None = None) -> list[RehearsedPlan]:
         names the line.
     """
     if file is None:
-        text = files("jaxpar.bench.plans").joinpath("rehearsed.csv").read_text(UTF8)
+        text = installed_text("jaxpar.bench.plans", "rehearsed.csv")
         return parse_rehearsed(text, "the rehearsed plans")
-    with reading(file):
-        text = file.read_text(encoding=UTF8)
-    return parse_rehearsed(text, str(file))
+    return [_plan(row.cells, row.place) for row in read_csv(file, COLUMNS)]
 
 
 def parse_rehearsed(text: str, origin: str) -> list[RehearsedPlan]:
@@ -98,17 +95,7 @@ def parse_rehearsed(text: str, origin: str) -> list[RehearsedPlan]:
     Raises:
       UserError: `rehearsed_plans` refuses it.
     """
-    try:
-        table = list(csv.DictReader(io.StringIO(text), strict=True))
-    except csv.Error as error:
-        raise UserError(f"{origin} is no CSV file: {error}") from error
-    if not table:
-        raise UserError(f"{origin} has no rows: a header line and a line for each rehearsed plan")
-    for column in COLUMNS:
-        if column not in table[0]:
-            near = suggest(column, [name for name in table[0] if name])
-            raise UserError(f"{origin} has no column {column}{near}: it needs {', '.join(COLUMNS)}")
-    return [_plan(row, f"{origin}, line {line}") for line, row in enumerate(table, 2)]
+    return [_plan(row.cells, row.place) for row in parse_csv(text, origin, COLUMNS)]
 
 
 def write_row(file: Path, plan: RehearsedPlan) -> None:
@@ -146,8 +133,7 @@ def _row(plan: RehearsedPlan) -> dict[str, object]:
     }
 
 
-def _plan(row: dict[str, str | None], place: str) -> RehearsedPlan:
-    cells = {column: row[column] or "" for column in COLUMNS}
+def _plan(cells: dict[str, str], place: str) -> RehearsedPlan:
     refused = cells["refused"]
     policy = cells["policy"]
     if policy not in POLICIES:
