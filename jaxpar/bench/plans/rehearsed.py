@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.layout.activation_names import Policy
 from jaxpar.base.layout.mesh import MESH_AXES
-from jaxpar.bench.csv_rows import CsvRow, installed_text, parse_csv, read_csv
+from jaxpar.bench.csv_rows import installed_text, parse_csv, read_csv
 from jaxpar.bench.plans.pairs import pair_of
 from jaxpar.plan.candidate import ONE_DEVICE, Candidate, Choices
 from jaxpar.plan.layout_search.memory_choices import POLICIES
@@ -83,7 +83,7 @@ def rehearsed_plans(file: Path | None = None) -> list[RehearsedPlan]:
     if file is None:
         text = installed_text("jaxpar.bench.plans", "rehearsed.csv")
         return parse_rehearsed(text, "the rehearsed plans")
-    return [_plan(row) for row in read_csv(file, COLUMNS)]
+    return [_plan(row.cells, row.place) for row in read_csv(file, COLUMNS)]
 
 
 def parse_rehearsed(text: str, origin: str) -> list[RehearsedPlan]:
@@ -95,7 +95,7 @@ def parse_rehearsed(text: str, origin: str) -> list[RehearsedPlan]:
     Raises:
       UserError: `rehearsed_plans` refuses it.
     """
-    return [_plan(row) for row in parse_csv(text, origin, COLUMNS)]
+    return [_plan(row.cells, row.place) for row in parse_csv(text, origin, COLUMNS)]
 
 
 def write_row(file: Path, plan: RehearsedPlan) -> None:
@@ -133,9 +133,7 @@ def _row(plan: RehearsedPlan) -> dict[str, object]:
     }
 
 
-def _plan(row: CsvRow) -> RehearsedPlan:
-    cells = row.cells
-    place = row.place
+def _plan(cells: dict[str, str], place: str) -> RehearsedPlan:
     refused = cells["refused"]
     policy = cells["policy"]
     if policy not in POLICIES:
