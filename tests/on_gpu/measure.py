@@ -482,18 +482,18 @@ _PREDICTED: dict[str, tuple[str, Changes]] = {
         _GPT2,
         {"data.seq_len": 4096, "model.max_seq_len": 4096, "train.batch": 8},
     ),
-    "gpt2_355m, batch 16": ("gpt2_355m", {"train.batch": 16}),
+    "gpt2_355m, batch 16": ("gpt2_355m", {"train.batch": 16, "memory.policy": "none"}),
     "gpt2_355m, batch 16, optimizer offloaded": (
         "gpt2_355m",
-        {"train.batch": 16, "memory.optimizer": "offload"},
+        {"train.batch": 16, "memory.policy": "none", "memory.optimizer": "offload"},
     ),
     "gpt2_355m, batch 16, updated by the host": (
         "gpt2_355m",
-        {"train.batch": 16, "memory.optimizer": "host"},
+        {"train.batch": 16, "memory.policy": "none", "memory.optimizer": "host"},
     ),
     "llama32_1b, 2048 tokens, batch 4, full recompute": (
         "llama32_1b",
-        {"data.seq_len": 2048, "train.batch": 4},
+        {"data.seq_len": 2048, "train.batch": 4, "memory.policy": "full"},
     ),
     "gpt2_124m, float32, batch 8": (
         _GPT2,
