@@ -8,7 +8,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text
@@ -216,10 +216,11 @@ def config_of(asked: Question, candidate: Candidate) -> Config:
     """Return the config whose memory is as a candidate says, with a decision for each name."""
     config = asked.experiment.config
     found = _actions(candidate)
+    decided: dict[str, Any] = {name: found[name] for name in asked.names}
     memory = replace(
         config.memory,
         policy=candidate.policy,
-        keep=Keep(**{name: found[name] for name in asked.names}),
+        keep=Keep(**decided),
         budget="",
         optimizer=candidate.optimizer,
         parameters=candidate.parameters,
