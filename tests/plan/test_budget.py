@@ -327,7 +327,8 @@ def checked(model: str, mesh: str, share: float) -> list[str]:
     # what is kept is known to 5 %, and what a block works with is a guess: jaxlib 0.12's is up to
     # 14 % less than was thought, so that a plan of it recomputes more than it needs to
     most = 0.15 if jax.__version_info__ >= (0, 11) else 0.1
-    assert -0.1 <= last.predicted / last.compiled - 1 <= most
+    # where q, k and v are kept, jaxlib 0.10's program has 80 MiB more of them than their bytes, 17 %
+    assert -0.16 <= last.predicted / last.compiled - 1 <= most
     assert abs(kept / stacks - 1) <= 0.05
     return [
         f"{model}, {mesh}",
