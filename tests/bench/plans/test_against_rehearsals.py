@@ -19,8 +19,9 @@ from jaxpar.bench.plans.against_rehearsals import (
 from jaxpar.bench.plans.pairs import PAIRS, Drawn, Pair, Space, draw_plans, pairs_of, space_of
 from jaxpar.bench.plans.rehearsed import rehearsed_plans
 from jaxpar.cli.main import main
-from jaxpar.plan.layout_search.processes import Outcome
-from jaxpar.plan.rehearsal_cache import Figures
+from jaxpar.plan.engine import Outcome
+from jaxpar.plan.figures import Figures
+from jaxpar.rehearse.targets import Target
 from jaxpar.show.rehearsed_plans import rehearsed_plans_figure
 
 REACHED = {
@@ -85,6 +86,7 @@ def test_rehearsing_goes_on_where_it_broke_off(monkeypatch, tmp_path):
         return [Outcome(Figures(0.1, 1.0, 0.0, 0.0, None, 2**30, 2**36, True, 1.0))]
 
     monkeypatch.setattr(making, "rehearse_all", rehearse)
+    monkeypatch.setattr(Target, "devices", lambda self: [])  # no compiler is asked here
     monkeypatch.setattr(making, "space_of", lambda pair: small())
     monkeypatch.setattr(making, "draw_plans", lambda space: drawn()[:8])
     pair = PAIRS[0]
