@@ -5,7 +5,6 @@ this Python.
 import ast
 import re
 from collections.abc import Callable
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -130,8 +129,7 @@ def memory_budget(notebook: NotebookNode) -> None:
     cheap = "recompute attention_norm, mlp_norm, mlp_hidden (-"
     assert "save block_input" in kept and kept.replace(cheap, "").count("recompute") == 0
     assert "save" in some and "recompute" in some and "offload" not in some
-    # as jaxlib 0.12 compiles it, a GiB is offloaded too
-    assert "recompute" in recomputed and ("offload" in recomputed) == (version("jax") >= "0.11")
+    assert "recompute" in recomputed  # what waits for the host is small, so that some is offloaded
     assert away.startswith("offload block_input")
     compiled = numbers(printed(notebook, "budget"), r"compiled ([\d.]+) GiB")
     assert compiled[-1] <= 5 and compiled[-2] <= 6
