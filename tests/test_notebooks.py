@@ -129,13 +129,12 @@ def memory_budget(notebook: NotebookNode) -> None:
     cheap = "recompute attention_norm, mlp_norm, mlp_hidden (-"
     assert "save block_input" in kept and kept.replace(cheap, "").count("recompute") == 0
     assert "save" in some and "recompute" in some and "offload" not in some
-    assert "recompute" in recomputed  # what waits for the host is small, so that some is offloaded
+    # what waits for the host is small, so that some is offloaded too
+    assert "recompute" in recomputed and "offload" in recomputed
     assert away.startswith("offload block_input")
     compiled = numbers(printed(notebook, "budget"), r"compiled ([\d.]+) GiB")
     assert compiled[-1] <= 5 and compiled[-2] <= 6
-    assert re.search(
-        r"mlp_hidden +(save|recompute)( +recompute){3}", printed(notebook, "decisions")
-    )
+    assert re.search(r"mlp_hidden( +recompute){4}", printed(notebook, "decisions"))
     assert pictures(notebook) == {"policies", "solved"}
 
 
