@@ -13,7 +13,7 @@ those of the machines that GPUs come in, `compiler` and `compiled_for` what XLA 
 for names of JAX that are not public, `jax_settings` refuses settings of JAX that no step runs with,
 `tested_versions` says which versions CI has seen, and `batch_arrays` names the arrays in which a
 batch has a teacher's answers. `kernel_work` says what a kernel computes that a program only
-calls.
+calls, and `taken_share` how often a branch of a program is taken.
 
 The folders are read after these: `layout` (logical axes, the rules that map them to mesh axes, and
 `Layout`), `config` (the schema of an experiment) and `process` (how JAX starts, and how processes

@@ -6,7 +6,8 @@
     rehearse.print_comparison(rehearse.compare(before, report))
     rehearse.failures(report, ["step+3%"], before)  # a line for each that has grown too much
 
-`step` takes anyone's function, `config` the training step of a config.
+`step` takes anyone's function, `config` the training step of a config, and `taken` is a scope that
+says how often a branch of a function is taken.
 
 Its rooms, in the order in which they are read: `targets` are the machines, of which `here` measures
 the one that runs this and `topologies` has the compilers of others, and `named_mesh` has a mesh for
@@ -23,6 +24,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.base.compiler import step_options as compiler_options
+from jaxpar.base.taken_share import taken
 from jaxpar.rehearse._step import step
 from jaxpar.rehearse.graph.report import write_graph
 from jaxpar.rehearse.report.comparison import Comparison, compare
@@ -50,6 +52,7 @@ __all__ = [
     "print_comparison",
     "show",
     "step",
+    "taken",
     "write_graph",
     "write_trace",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.base.kernel_work import AttentionWork
@@ -77,6 +77,23 @@ def price(
     return costs, tuple(
         f"{note} ({count} x)" if count > 1 else note for note, count in notes.items()
     )
+
+
+def each_time(program: Program, costs: Costs) -> Costs:
+    """Return what a task costs, in the mean, each time that its list of nodes runs: less than one
+    execution where it is in a branch that is taken more rarely.
+    """
+    found = dict(costs)
+    for path, task, _ in walk_paths(program.nodes):
+        if task.share != 1:
+            cost = costs[path]
+            found[path] = replace(
+                cost,
+                seconds=task.share * cost.seconds,
+                launch=task.share * cost.launch,
+                slows=task.share * cost.slows,
+            )
+    return found
 
 
 def _cost(

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from jaxpar.base.errors import Say
 from jaxpar.base.jax_compat import COLLECTIVES, COND, NAME, SCAN, STILL, WHILE, ClosedJaxpr
+from jaxpar.base.taken_share import taken_share
 from jaxpar.hlo.program.tasks import CollectiveKind
 
 _AnyJaxpr = core.Jaxpr | ClosedJaxpr
@@ -293,8 +294,8 @@ class _Reader:
         arguments: list[_Value],
         scope: str,
     ) -> list[_Value]:
-        """Read the branches. Which one is taken is not known, so the counted bytes are an upper
-        bound.
+        """Read the branches. Where no scope says how often one is taken (`base.taken_share`), the
+        counted bytes are an upper bound.
         """
         made = len(self.made)
         read = []
@@ -304,7 +305,13 @@ class _Reader:
             sent = [value.collective for value in self.made[before:] if value.collective]
             read.append((sum(one.bytes * one.count for one in sent), results))
         best, *others = (results for _, results in sorted(read, key=lambda branch: -branch[0]))
-        if len(self.made) > made:
+        share = taken_share(scope)
+        if share is not None:
+            for value in self.made[made:]:
+                if value.collective is not None:
+                    count = round(share * value.collective.count)
+                    value.collective = replace(value.collective, count=count)
+        elif len(self.made) > made:
             self._say(
                 f"{scope or 'the step'}: of {len(read)} branches the one that sends most is counted"
             )

@@ -26,7 +26,7 @@ from jaxpar.hlo.program.parse import parse_module
 from jaxpar.hlo.program.tasks import Loop, Node, Path, Program, Task, Wait, walk_paths
 from jaxpar.hlo.read import read_program
 from jaxpar.kernels.attention.libraries import kernel_cost
-from jaxpar.rehearse.cost import COMPUTE, Cost, Costs, price
+from jaxpar.rehearse.cost import COMPUTE, Cost, Costs, each_time, price
 from jaxpar.rehearse.cpu_cost import price_on_cpu
 from jaxpar.rehearse.link_costs import collective_time
 from jaxpar.rehearse.targets import Position, Target, places
@@ -223,7 +223,7 @@ def replay(
       ValueError: a node depends on a later one, so this is not a schedule.
     """
     player = _Player(drawn_trips, most_events)
-    player.run(_make_steps(program.nodes, costs), {}, True)
+    player.run(_make_steps(program.nodes, each_time(program, costs)), {}, True)
     player.wait_for(player.free.values())  # for whatever is still running
     waited = defaultdict[Path, float](float)
     for path, seconds in player.stalls:

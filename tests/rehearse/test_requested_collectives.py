@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxpar.base.layout.plan import Plan
+from jaxpar.base.taken_share import taken
 from jaxpar.rehearse.report.collectives import scope_of
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 
@@ -398,6 +399,17 @@ def test_of_branches_the_one_that_sends_most_is_counted(plan):
     said: list[str] = []
     assert counts(asked(plan, choose, 8, said=said)) == {("all-gather", 32 * ROW): 2}
     assert said == ["the step: of 2 branches the one that sends most is counted"]
+
+
+def test_a_branch_sends_as_often_as_a_scope_says(plan):
+    def body(x: Any, is_due: Any) -> tuple[Any, None]:
+        with taken(2, 8):
+            return jax.lax.cond(is_due, lambda y: y + jnp.sum(gather(y)), lambda y: y, x), None
+
+    said: list[str] = []
+    due = jnp.arange(8) % 4 == 0
+    found = asked(plan, lambda x: jax.lax.scan(body, x, due)[0], 8, said=said)
+    assert (counts(found), said) == ({("all-gather", 32 * ROW): 2}, [])
 
 
 def test_branches_without_collectives_need_no_word(plan):

@@ -262,6 +262,15 @@ def test_exposure_is_added_up_over_trips_and_found_by_task():
     assert found.seconds == pytest.approx(126 * 3.0 + 4.0)
 
 
+def test_a_branch_that_is_taken_in_a_quarter_of_the_trips_takes_a_quarter_of_the_time():
+    always = matmul(1.0)
+    seldom = replace(matmul(2.0, name="seldom"), share=0.25)
+    found = played(Loop("w", 8, (always, seldom), ()))
+    assert found.seconds == pytest.approx(8 * 1.0 + 2 * 2.0)
+    assert {row.task.name: row.count for row in found.tasks} == {"dot": 8, "seldom": 2}
+    assert_adds_up(found)
+
+
 def test_events_draw_the_first_trips_and_a_bar_for_the_rest():
     layers = Loop(
         "layers",

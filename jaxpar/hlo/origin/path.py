@@ -26,6 +26,7 @@ import re
 from functools import lru_cache
 from itertools import takewhile
 
+from jaxpar.base.taken_share import TAKEN
 from jaxpar.hlo.program.opcodes import words
 from jaxpar.hlo.program.tasks import Phase
 
@@ -36,7 +37,7 @@ _WRAPPERS = words(
 )
 _TRANSFORM = re.compile(r"(\w+)\((.*)\)$")
 _SCOPE = re.compile(r"[A-Za-z_][\w\-. ]*$")
-_BRANCH = re.compile(r"branch_\d+_fun$")
+_NO_SCOPE = re.compile(rf"(branch_\d+_fun|{TAKEN.pattern})$")
 UPDATE = "update"
 """The scope of the optimizer's part of a step, in a user's own program too."""
 # the scopes of a pipeline's ticks, which enclose those of the model (`parallel.pipeline.ticks`)
@@ -93,7 +94,7 @@ def _decode_path(pieces: list[str]) -> tuple[list[str], Phase]:
         scopes += [
             w
             for w in piece.split("/")
-            if _SCOPE.match(w) and w not in _WRAPPERS and not _BRANCH.match(w)
+            if _SCOPE.match(w) and w not in _WRAPPERS and not _NO_SCOPE.match(w)
         ]
     outside = next(
         (n for n, name in enumerate(scopes) if name not in _TICKS),

@@ -133,6 +133,9 @@ class Task:
     needs: Needs = Needs()
     """The makers of its operands. `depends` has the same nodes, without the parts of loops and
     without what comes from the trip before."""
+    share: float = 1.0
+    """The share of the times that its list of nodes runs in which it runs too: less than 1 in a
+    branch that is known to be taken more rarely (`base.taken_share`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,4 +209,4 @@ def walk_paths(
         if isinstance(node, Loop):
             yield from walk_paths(node.body, times * node.trips, (*path, i))
         elif isinstance(node, Task):
-            yield (*path, i), node, times
+            yield (*path, i), node, round(times * node.share)

@@ -2,7 +2,8 @@
 
 Every instruction of the schedule that takes time becomes a task, in order. Those that cost nothing
 (tuples, bitcasts, parameters) vanish, and dependencies go through them. Loops keep their bodies and
-get trip counts, calls are inlined, and the most expensive branch of a conditional is taken.
+get trip counts, calls are inlined, and the most expensive branch of a conditional is taken, each
+time or as often as a scope around it says (`base.taken_share`).
 
 A loop that takes the exponential of %a four times:
 
@@ -35,12 +36,13 @@ from functools import reduce
 
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.kernel_work import KernelCost
+from jaxpar.base.taken_share import taken_share
 from jaxpar.hlo.origin import PackageDirs, default_dirs, inherit, origin_of
 from jaxpar.hlo.program import opcodes
 from jaxpar.hlo.program.aliases import pairs
 from jaxpar.hlo.program.module import Computation, Instruction, Module
 from jaxpar.hlo.program.parse import parse_module
-from jaxpar.hlo.program.tasks import Loop, Origin, Program, Task, Wait, walk
+from jaxpar.hlo.program.tasks import Loop, Node, Origin, Program, Task, Wait, walk
 from jaxpar.hlo.read.one_task import make_task
 from jaxpar.hlo.read.values import (
     NOTHING,
@@ -234,12 +236,18 @@ class _Reader:
 
         best = max(instruction.called, key=cost)
         count = len(instruction.called)
-        self.notes.append(
-            f"{instruction.name}: of {count} branches the most expensive, {best}, is taken"
-        )
+        share = taken_share(instruction.op_name)
+        if share is None:
+            self.notes.append(
+                f"{instruction.name}: of {count} branches the most expensive, {best}, is taken"
+            )
         # the first operand selects the branch
         operand = operands[1 + instruction.called.index(best) :][:1]
-        return self.read(self.module.computation(best), {}, operand, into)
+        before = len(into.nodes)
+        made = self.read(self.module.computation(best), {}, operand, into)
+        if share is not None:
+            into.nodes[before:] = [_taken_in(share, node) for node in into.nodes[before:]]
+        return made
 
     def _loop(
         self,
@@ -336,6 +344,15 @@ def _finish(instruction: Instruction, operands: list[Value], into: Nodes) -> Val
         states=operand.states,
         awaited=operand.states,
     )
+
+
+def _taken_in(share: float, node: Node) -> Node:
+    """Say of the tasks of a branch that they run in a share of the times only."""
+    if isinstance(node, Loop):
+        return replace(node, body=tuple(_taken_in(share, inner) for inner in node.body))
+    if isinstance(node, Task):
+        return replace(node, share=share * node.share)
+    return node
 
 
 def _receive(instruction: Instruction, sent: int | None, into: Nodes) -> Value:

@@ -37,7 +37,7 @@ from jaxpar.parallel.pipeline.program import Rows, Segment, program
 from jaxpar.parallel.pipeline.schedule_table import ActionKind, Table
 from jaxpar.parallel.pipeline.schedules import schedule
 from jaxpar.parallel.pipeline.stage_inputs import StageArrays, Task
-from jaxpar.parallel.pipeline.ticks import Carry, Shares, Stage, StageGradients
+from jaxpar.parallel.pipeline.ticks import Carry, Often, Shares, Stage, StageGradients
 from jaxpar.parallel.zigzag import axes_of, in_order
 
 Batch = Mapping[str, Array]
@@ -199,14 +199,19 @@ def _run_stage(
     return stage.finish(carry)
 
 
+def _often(rounds: np.ndarray) -> Often:
+    """Count the rounds in which something is asked for."""
+    return Often(int(np.count_nonzero(rounds)), len(rounds))
+
+
 def _run_rounds(
     stage: Stage, carry: Carry, segment: Segment, rows: dict[ActionKind, Rows]
 ) -> Carry:
     """Scan over the rounds of a segment, with this stage's rows [rounds, 1]."""
     shares: dict[ActionKind, Shares] = {
         kind: Shares(
-            first=float(np.mean(of_all.some_end)),
-            last=float(np.mean(of_all.some_score)),
+            first=_often(of_all.some_end),
+            last=_often(of_all.some_score),
         )
         for kind, of_all in segment.ticks.items()
     }

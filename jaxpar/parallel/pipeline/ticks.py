@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from jaxpar.base.layout.sharding import PyTree, state_axes
 from jaxpar.base.layout.specs import is_axes
+from jaxpar.base.taken_share import taken
 from jaxpar.parallel.collectives import manual
 from jaxpar.parallel.cpu_collective_order import first_order_token, order_token_after, ready_after
 from jaxpar.parallel.cross_entropy import LossSums, SoftTargets, teacher_targets
@@ -36,11 +37,18 @@ _SLOTS = (None, *STORED)
 """The axes of a buffer of messages, [slots, B, S, D]."""
 
 
-class Shares(NamedTuple):
-    """The shares of rounds in which a stage works at the first virtual stage, and at the last."""
+class Often(NamedTuple):
+    """A number of rounds among all of a scan."""
 
-    first: float
-    last: float
+    times: int
+    of: int
+
+
+class Shares(NamedTuple):
+    """The rounds in which a stage works at the first virtual stage, and at the last."""
+
+    first: Often
+    last: Often
 
 
 class Carry(NamedTuple):
@@ -383,7 +391,7 @@ class Stage:
 
 
 def _if_some(
-    share: float,
+    often: Often,
     some: Array,
     do: Callable[[_X], _X],
     x: _X,
@@ -393,11 +401,12 @@ def _if_some(
 
     All stages agree on these rounds, so `do` may communicate.
     """
-    if not share:
+    if not often.times:
         return x
-    if share > 0.5:
+    if often.times > often.of / 2:
         return do(x)
-    return jax.lax.cond(some, do, lambda x: x, x)
+    with taken(often.times, often.of):
+        return jax.lax.cond(some, do, lambda x: x, x)
 
 
 def _add_gradients(total: Params, more: Params) -> Params:

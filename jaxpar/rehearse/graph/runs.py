@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxpar.hlo.program.tasks import Loop, Needs, Node, Path, Program, Task, Wait, walk
-from jaxpar.rehearse.cost import COMPUTE, Cost, Costs
+from jaxpar.rehearse.cost import COMPUTE, Cost, Costs, each_time
 from jaxpar.rehearse.timeline import MOVING
 
 MOST_RUNS = 400_000
@@ -83,7 +83,7 @@ def unrolled(program: Program, costs: Costs, most: int = MOST_RUNS) -> RunGraph 
     if sum(count for _, count in walk(program.nodes)) > most:
         return None
     graph = RunGraph()
-    _lay_out(graph, program.nodes, costs, (), ())
+    _lay_out(graph, program.nodes, each_time(program, costs), (), ())
     return graph
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxpar.base.errors import UserError
+from jaxpar.base.taken_share import taken
 from jaxpar.hlo.program.tasks import Collective, Loop, Node, Program, Task, Wait, walk
 from jaxpar.hlo.read import read_program, reader
 
@@ -265,6 +268,18 @@ def test_of_a_conditional_the_dear_branch_and_a_note() -> None:
     assert found.notes == ("c: of 2 branches the most expensive, dear, is taken",)
 
 
+def test_a_branch_runs_as_often_as_a_scope_says() -> None:
+    found = program(
+        """
+  %p = pred[] parameter(0)
+  %a = f32[64,64]{1,0} parameter(1)
+  ROOT %c = f32[64,64]{1,0} conditional(%p, %a, %a), true_computation=%cheap, false_computation=%dear, metadata={op_name="jit(f)/taken_1_of_4/cond"}""",
+        BRANCHES,
+    )
+    assert task(found.nodes, "d").share == 0.25
+    assert found.notes == ()
+
+
 def test_a_call_is_inlined() -> None:
     nodes = program(
         """
@@ -369,3 +384,19 @@ def test_a_mistake_of_our_own_is_no_damage_of_the_text(
     monkeypatch.setattr(reader, "inherit", fails)
     with pytest.raises(ours, match="ours"):
         program("  %a = f32[] parameter(0)\n  ROOT %x = f32[] negate(%a)")
+
+
+@pytest.mark.parametrize(("said", "matmuls"), [(nullcontext(), 8), (taken(2, 8), 2)])
+def test_a_compiled_branch_runs_as_often_as_a_scope_says(
+    said: AbstractContextManager[object], matmuls: int
+) -> None:
+    def body(x: jax.Array, is_due: jax.Array) -> tuple[jax.Array, None]:
+        with said:
+            return jax.lax.cond(is_due, lambda x: x @ x, lambda x: x, x), None
+
+    def scanned(x: jax.Array, due: jax.Array) -> jax.Array:
+        return jax.lax.scan(body, x, due)[0]
+
+    given = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((8,), "bool")
+    found = read_program(jax.jit(scanned).lower(*given).compile().as_text())
+    assert sum(task.flops * count for task, count in walk(found.nodes)) == matmuls * 2 * 64**3
