@@ -49,11 +49,11 @@ PAIRS = (
     Pair("gpt2_124m on h100x8", "gpt2_124m", "h100x8", 256),
     Pair("llama32_1b on h100x8", "llama32_1b", "h100x8", 64),
     Pair("llama3_8b on h100x16", "llama3_8b", "h100x16", 128),
-    Pair("mixtral_8x7b on h100x64", "mixtral_8x7b", "h100x64", 256),
-    Pair("gpt2_124m on v5e-8", "gpt2_124m", "v5e-8", 256),
+    Pair("gpt2_1558m on a100x16", "gpt2_1558m", "a100x16@dgx-a100", 512),
+    Pair("llama3_70b on h100x64", "llama3_70b", "h100x64", 256),
     Pair("llama32_1b on v5p-16", "llama32_1b", "v5p-16", 64),
 )
-"""The pairs that docs/plan_board.md has: dense models and experts, on one node, several, and a
+"""The pairs that docs/plan_board.md has: models of 124M to 70B on one node, several, and a
 slice."""
 
 
