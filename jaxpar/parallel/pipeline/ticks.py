@@ -396,14 +396,13 @@ def _if_some(
     do: Callable[[_X], _X],
     x: _X,
 ) -> _X:
-    """Run `do(x)` in the rounds in which some stage asks for it, or in all rounds if fewer than
-    half of them could be left out.
+    """Run `do(x)` in the rounds in which some stage asks for it.
 
     All stages agree on these rounds, so `do` may communicate.
     """
     if not often.times:
         return x
-    if often.times > often.of / 2:
+    if often.times == often.of:
         return do(x)
     with taken(often.times, often.of):
         return jax.lax.cond(some, do, lambda x: x, x)
