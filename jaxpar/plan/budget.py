@@ -24,7 +24,14 @@ from jaxpar.base.machine import memory_of
 from jaxpar.parallel.host_memory import compile_absent, lower_for
 from jaxpar.plan.budget_space import Question, config_of, question_of, reasons, space_of
 from jaxpar.plan.choose_overlap import choose_overlap
-from jaxpar.plan.engine import Correction, Outcome, Priced, rehearse_finalists, winner_of
+from jaxpar.plan.engine import (
+    MARGIN,
+    Correction,
+    Outcome,
+    Priced,
+    rehearse_finalists,
+    winner_of,
+)
 from jaxpar.plan.figures import Figures
 from jaxpar.rehearse.report.memory import allocated_bytes, needs_and_has
 from jaxpar.rehearse.targets import Target
@@ -35,8 +42,6 @@ from jaxpar.train.state_memory import more_devices, more_microbatches
 from jaxpar.train.step import make_train_step
 from jaxpar.train.teacher_memory import teacher_bytes
 
-MARGIN = 0.05
-"""The share of a device's memory that `auto` leaves free."""
 _ROUNDS = 3  # the most compilations
 _UNITS = {
     "": 1,

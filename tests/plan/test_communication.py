@@ -209,15 +209,15 @@ def test_stages():
             )
         )
     ) == {
-        # Blocks forward, again before the backward, and in it; the lookup in 5 ticks, the loss in
-        # 4.
-        over("all-gather", "fsdp"): (10 * 3 * block + (5 + 4) * table) * 4 / 2,
-        over("reduce-scatter", "fsdp"): (10 * block + (5 + 4) * table) * 4 / 2,
+        # Blocks forward, again before the backward, and in it; the lookup and the loss of each
+        # microbatch.
+        over("all-gather", "fsdp"): (10 * 3 * block + (4 + 4) * table) * 4 / 2,
+        over("reduce-scatter", "fsdp"): (10 * block + (4 + 4) * table) * 4 / 2,
         # A layer: two inputs forward, two again, twice two in the backward. A stage has half of the
         # tokens of a loss.
-        over("all-gather", "tensor"): (10 * (2 + 2 + 4) + 5 + 4 / 2) * stream / 2,
+        over("all-gather", "tensor"): (10 * (2 + 2 + 4) + 4 + 4 / 2) * stream / 2,
         # Two outputs, two again, one of them once more, two gradients.
-        over("reduce-scatter", "tensor"): (10 * (2 + 2 + 3) + 5 + 4 / 2) * stream / 2,
+        over("reduce-scatter", "tensor"): (10 * (2 + 2 + 3) + 4 + 4 / 2) * stream / 2,
         over("all-reduce", "tensor"): 4 * 3 * 4 * (2 * 64 / 2) * 2 / 2,
         over("all-reduce", "fsdp"): 4 * 2 * 4 * 2 / 2,
         over("ppermute", "stage"): (5 + 5) * stream / 2,

@@ -20,7 +20,14 @@ from jaxpar.bench.plans.rehearsed import RehearsedPlan, by_pair
 from jaxpar.plan import engine
 from jaxpar.plan.candidate import Candidate, plan_text
 from jaxpar.plan.closed_form import Estimate
-from jaxpar.plan.engine import Correction, Outcome, Priced, rehearse_finalists, winner_of
+from jaxpar.plan.engine import (
+    MARGIN,
+    Correction,
+    Outcome,
+    Priced,
+    rehearse_finalists,
+    winner_of,
+)
 from jaxpar.plan.figures import Figures
 from jaxpar.plan.layout_search.contenders import UNSURE
 from jaxpar.plan.layout_search.find import REHEARSALS, WORKERS
@@ -61,10 +68,15 @@ class RankedPair(NamedTuple):
         return [one for one in self.compiled if one.row.memory <= self.room]
 
     @property
+    def called_fitting(self) -> list[RankedRehearsal]:
+        """The plans that the planner takes to fit before anything is compiled, with its margin."""
+        surely = (1 - MARGIN) * self.room
+        return [one for one in self.plans if one.predicted.bytes.total <= surely]
+
+    @property
     def falsely_fitting(self) -> list[RankedRehearsal]:
-        """The plans that fit by the closed forms, and not by the compiler."""
-        called = [one for one in self.plans if one.predicted.bytes.total <= self.room]
-        return [one for one in called if one.row.refused or one.row.memory > self.room]
+        """Those of them that do not fit by the compiler."""
+        return [one for one in self.called_fitting if one not in self.fitting]
 
     @property
     def kendall(self) -> float:
@@ -87,8 +99,11 @@ class RankedPair(NamedTuple):
 
     @property
     def chosen(self) -> RankedRehearsal:
-        """The plan that the closed forms rank first, of those that fit by the compiler."""
-        return min(self.fitting, key=lambda one: one.predicted.seconds)
+        """The plan that the closed forms rank first, of those that they and the compiler say fit;
+        of those that the compiler says fit, where there is none.
+        """
+        both = [one for one in self.called_fitting if one in self.fitting]
+        return min(both or self.fitting, key=lambda one: one.predicted.seconds)
 
     @property
     def regret(self) -> float:
@@ -151,7 +166,8 @@ def _play(space: Space, plans: Sequence[RankedRehearsal]) -> tuple[RankedRehears
     def measure(chosen: Sequence[Priced], correction: Correction) -> list[Outcome]:
         return [_outcome(by_candidate[plan.candidate].row, space) for plan in chosen]
 
-    plays = engine.Space(space.request.budget, priced, within, unsure=UNSURE)
+    budget = space.request.budget
+    plays = engine.Space(budget, priced, within, margin=MARGIN, unsure=UNSURE)
     correction, best = rehearse_finalists(plays, measure, REHEARSALS, WORKERS)
     winner = winner_of(best, correction)
     candidate: Candidate = (winner or priced[0]).candidate

@@ -67,13 +67,21 @@ class BlockHeld(NamedTuple):
     working: float
 
 
-def block_held(shapes: StepShapes, candidate: Candidate) -> BlockHeld:
+def block_held(
+    shapes: StepShapes,
+    candidate: Candidate,
+    layers_gathered: float = 1.0,
+    block_copies: float = 0.0,
+) -> BlockHeld:
     """Count the bytes of the activations of one block in one microbatch.
 
     A block's backward works with a gradient of everything that has a name, those named arrays that
     are not kept, its gathered weights and the gathered stream; a lookup with its gathered table. A
     ring works in float32 with sums over its hops: of its result, and of the gradients of keys and
     values.
+
+    Args:
+      layers_gathered, block_copies: what a compiler holds besides (`trainers.Trainer`).
     """
     keep = Keep(**dict(candidate.keep))  # pyright: ignore[reportArgumentType]
     found = actions(candidate.policy, keep)
@@ -89,11 +97,15 @@ def block_held(shapes: StepShapes, candidate: Candidate) -> BlockHeld:
     local = local_tokens(shapes, candidate, split)
     stream = local.tokens * shapes.embed * shapes.dtype_bytes
     weights = weights_of(shapes, candidate.sizes, candidate.zero)
-    gathered = sum(one.used * shapes.dtype_bytes for one in weights if one.parameter.layers)
+    gathered = 0.0
+    for one in weights:
+        if one.parameter.layers:
+            layers = layers_gathered if one.gathered_over else 1.0
+            gathered += layers * one.used * shapes.dtype_bytes
     tables = max((_table_bytes(one, shapes) for one in weights), default=0.0)
     ring = ring_entries(shapes, candidate)
     sums = _RING_SUMS * (ring.queries + 2 * ring.keys)
-    block = sum(sizes.values()) + again + 2 * stream + gathered + sums
+    block = (1 + block_copies) * sum(sizes.values()) + again + 2 * stream + gathered + sums
     return BlockHeld(kept, offloaded, max(block, tables))
 
 

@@ -41,6 +41,9 @@ class Trainer:
         not there.
       stack_passes: the passes over what a scanned block keeps, forward and backward: to make the
         array of all layers, to write a layer's part into it, and to read it.
+      layers_gathered: the layers whose gathered weights are there at a time.
+      block_copies: what a block's backward holds beside what is counted one by one, as a share of
+        all that has a name.
       gradient_passes: the passes over gradients in an update: for their norm, and both ways as they
         are clipped and as they are handed on.
       gaps: the seconds of a block, forward and backward, in which the device is between kernels;
@@ -64,6 +67,8 @@ class Trainer:
     exposed: Exposed = field(default_factory=dict[tuple[What, CollectiveKind], float])
     exposed_across: Exposed = field(default_factory=dict[tuple[What, CollectiveKind], float])
     stack_passes: tuple[float, float] = (0.0, 0.0)
+    layers_gathered: float = 1.0
+    block_copies: float = 0.0
     gradient_passes: float = 5.0
     gaps: Callable[[Candidate], float] | None = None
     dispatch: Callable[[Candidate], float] | None = None
@@ -108,6 +113,8 @@ TRAINERS = {
             ("gradients", "all-reduce"): 0.6,
         },
         stack_passes=(3.0, 0.5),
+        layers_gathered=4.0,
+        block_copies=0.25,
     ),
     "cpu": Trainer(),
 }
@@ -118,6 +125,7 @@ Those of GPUs are the means of the published steps on H100s whose programs the l
 over the network more than half of it is waited for. The passes over what is kept are those of the
 rehearsed plans of docs/plan_board.md: the array of all layers is zeroed, a layer's part read and
 written, and half of what is read again is copied first; TPU programs write a layer's part where it
-was made. No collective of a CPU runs
-beside compute.
+was made. A GPU's loop has two sets of buffers and its gathers in other turns, so that weights of
+four layers are there, and elementwise functions leave copies in float32: both were fitted to the
+bytes of 38 of these plans. No collective of a CPU runs beside compute.
 """

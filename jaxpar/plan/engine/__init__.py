@@ -11,11 +11,12 @@ rehearsed, and the winner.
 """
 
 from jaxpar.plan.engine.correct import Correction, Rehearsed
-from jaxpar.plan.engine.finalists import Measure, Space, rehearse_finalists, winner_of
+from jaxpar.plan.engine.finalists import MARGIN, Measure, Space, rehearse_finalists, winner_of
 from jaxpar.plan.engine.priced import Outcome, Price, Priced, priced
 from jaxpar.plan.engine.rounds import one_by_one, try_rounds
 
 __all__ = [
+    "MARGIN",
     "Correction",
     "Measure",
     "Outcome",

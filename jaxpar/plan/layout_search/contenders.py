@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxpar.plan.engine import Price, Priced, Space, priced
+from jaxpar.plan.engine import MARGIN, Price, Priced, Space, priced
 from jaxpar.plan.layout_search.infeasible import Infeasible
 from jaxpar.plan.layout_search.memory_choices import POLICIES, Ladder, best_rung
 from jaxpar.plan.layout_search.refine import refine
@@ -43,7 +43,7 @@ def space_of(of: Choices, plans: Sequence[Priced]) -> Space:
         best = refine(fitting, of.request, of.price, room, of.ladder.may_offload)
         return [best, *_other_policies(best, of, room)]
 
-    return Space(of.request.budget, plans[:_MOST], within, unsure=UNSURE)
+    return Space(of.request.budget, plans[:_MOST], within, margin=MARGIN, unsure=UNSURE)
 
 
 def _other_policies(plan: Priced, of: Choices, room: float) -> list[Priced]:

@@ -25,12 +25,13 @@ from jaxpar.rehearse.targets import Target
 from jaxpar.show.rehearsed_plans import rehearsed_plans_figure
 
 REACHED = {
-    "gpt2_124m on h100x8": (0.7, 0.03, 0),
-    "llama32_1b on h100x8": (0.8, 0.03, 1),
-    "llama3_8b on h100x16": (0.0, 0.07, 0),
+    "gpt2_124m on h100x8": (0.9, 0.01),
+    "llama32_1b on h100x8": (0.9, 0.04),
+    "llama3_8b on h100x16": (0.9, 0.04),
+    "gpt2_1558m on a100x16": (0.75, 0.02),
+    "llama3_70b on h100x64": (0.9, 0.01),
 }
-"""Kendall's tau at least, regret at most, and plans that are said to fit and refused at most, of
-each pair."""
+"""Kendall's tau at least, and regret at most, of each pair."""
 SMALL = Pair("small", "tiny", "h100x8", 64)
 
 
@@ -68,7 +69,7 @@ def test_the_same_plans_are_drawn_each_time():
 
 def test_a_pair_that_nobody_knows_is_refused():
     assert pairs_of(()) == list(PAIRS)
-    assert {pair.config for pair in pairs_of(["gpt2"])} == {"gpt2_124m"}
+    assert {pair.config for pair in pairs_of(["gpt2"])} == {"gpt2_124m", "gpt2_1558m"}
     with pytest.raises(UserError, match="no pair's name begins"):
         pairs_of(["gpt5"])
 
@@ -101,10 +102,10 @@ def test_rehearsing_goes_on_where_it_broke_off(monkeypatch, tmp_path):
 def test_the_committed_plans_are_ranked_as_docs_say():
     """The table of docs/plan_board.md."""
     for pair in published():
-        tau, regret, refused = REACHED[pair.name]
-        assert len(pair.falsely_fitting) <= refused
+        tau, regret = REACHED[pair.name]
+        assert not pair.falsely_fitting
         assert pair.regret <= regret
-        assert pair.regret_after <= 0.03
+        assert pair.regret_after <= 0.04
         assert pair.rehearsals <= 6
         assert pair.kendall >= tau
 
