@@ -233,7 +233,9 @@ def _block(on: _System, candidate: Candidate) -> _Block:
     passes = trainer.passes(shapes, candidate, on.rates)
     weights = _weights(on, _concerning_weights(candidate))
     sends = trainer.block(shapes, candidate)
-    held = block_held(shapes, candidate, trainer.layers_gathered, trainer.block_copies)
+    held = block_held(
+        shapes, candidate, trainer.layers_gathered, trainer.streams, trainer.block_copies
+    )
     stacks = trainer.stack_passes if candidate.scan else (0.0, 0.0)
     kept = held.kept / on.rates.memory
     forward = _pass(

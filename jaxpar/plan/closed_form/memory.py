@@ -71,6 +71,7 @@ def block_held(
     shapes: StepShapes,
     candidate: Candidate,
     layers_gathered: float = 1.0,
+    streams: float = 2.0,
     block_copies: float = 0.0,
 ) -> BlockHeld:
     """Count the bytes of the activations of one block in one microbatch.
@@ -81,7 +82,7 @@ def block_held(
     values.
 
     Args:
-      layers_gathered, block_copies: what a compiler holds besides (`trainers.Trainer`).
+      layers_gathered, streams, block_copies: what a compiler's programs hold (`trainers.Trainer`).
     """
     keep = Keep(**dict(candidate.keep))  # pyright: ignore[reportArgumentType]
     found = actions(candidate.policy, keep)
@@ -105,7 +106,7 @@ def block_held(
     tables = max((_table_bytes(one, shapes) for one in weights), default=0.0)
     ring = ring_entries(shapes, candidate)
     sums = _RING_SUMS * (ring.queries + 2 * ring.keys)
-    block = (1 + block_copies) * sum(sizes.values()) + again + 2 * stream + gathered + sums
+    block = (1 + block_copies) * sum(sizes.values()) + again + streams * stream + gathered + sums
     return BlockHeld(kept, offloaded, max(block, tables))
 
 

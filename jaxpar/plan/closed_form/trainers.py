@@ -42,6 +42,7 @@ class Trainer:
       stack_passes: the passes over what a scanned block keeps, forward and backward: to make the
         array of all layers, to write a layer's part into it, and to read it.
       layers_gathered: the layers whose gathered weights are there at a time.
+      streams: the arrays of the whole residual stream that a block works with.
       block_copies: what a block's backward holds beside what is counted one by one, as a share of
         all that has a name.
       gradient_passes: the passes over gradients in an update: for their norm, and both ways as they
@@ -68,6 +69,7 @@ class Trainer:
     exposed_across: Exposed = field(default_factory=dict[tuple[What, CollectiveKind], float])
     stack_passes: tuple[float, float] = (0.0, 0.0)
     layers_gathered: float = 1.0
+    streams: float = 2.0
     block_copies: float = 0.0
     gradient_passes: float = 5.0
     gaps: Callable[[Candidate], float] | None = None
@@ -114,6 +116,7 @@ TRAINERS = {
         },
         stack_passes=(3.0, 0.5),
         layers_gathered=4.0,
+        streams=4.0,
         block_copies=0.25,
     ),
     "cpu": Trainer(),
@@ -126,6 +129,6 @@ over the network more than half of it is waited for. The passes over what is kep
 rehearsed plans of docs/plan_board.md: the array of all layers is zeroed, a layer's part read and
 written, and half of what is read again is copied first; TPU programs write a layer's part where it
 was made. A GPU's loop has two sets of buffers and its gathers in other turns, so that weights of
-four layers are there, and elementwise functions leave copies in float32: both were fitted to the
-bytes of 38 of these plans. No collective of a CPU runs beside compute.
+four layers and twice the stream are there, and elementwise functions leave copies in float32: these
+three were fitted to the bytes of 50 of these plans. No collective of a CPU runs beside compute.
 """
