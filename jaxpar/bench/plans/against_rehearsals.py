@@ -75,7 +75,7 @@ class RankedPair(NamedTuple):
 
     @property
     def falsely_fitting(self) -> list[RankedRehearsal]:
-        """Those of them that do not fit by the compiler."""
+        """The plans that are called fitting, and do not fit by the compiler."""
         return [one for one in self.called_fitting if one not in self.fitting]
 
     @property

@@ -9,7 +9,6 @@ Shapes: D embed, F mlp, E experts of a device, M buffers, R rows, I and O a weig
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxpar.base.layout.fit_heads import drop_axes
@@ -64,8 +63,8 @@ def column_products(
         dweights = []
         for dy, weight, form in zip(dys, weights, views, strict=True):
             dy_RF = dy[0, 0]
-            swapped = jnp.swapaxes(_use(weight, form, UP, layout), 1, 2)
-            products.append(grouped_matmul(dy_RF, swapped, counts_ME))
+            used = _use(weight, form, UP, layout)
+            products.append(grouped_matmul(dy_RF, used, counts_ME, transposed=True))
             dweights.append(_weight_gradient(x_RD, dy_RF, counts_ME, weight, form, UP, layout))
         dx = _rows_from(counts_ME, sum(products[1:], products[0]), layout)
         return dx, None, tuple(dweights)
@@ -95,9 +94,9 @@ def row_product(layout: Layout, hidden: Array, counts: Array, weight: Weight) ->
 
     def backward(hidden: Array, counts: Array, weight: Array, dy: Array) -> PyTree:
         counts_ME = _counts_used(counts, layout)
-        swapped = jnp.swapaxes(_use(weight, form, DOWN, layout), 1, 2)
+        used = _use(weight, form, DOWN, layout)
         dy_RD = _rows_to(counts_ME, dy, layout)
-        dhidden = grouped_matmul(dy_RD, swapped, counts_ME)[None, None]
+        dhidden = grouped_matmul(dy_RD, used, counts_ME, transposed=True)[None, None]
         dweight = _weight_gradient(hidden[0, 0], dy_RD, counts_ME, weight, form, DOWN, layout)
         return dhidden, None, dweight
 
