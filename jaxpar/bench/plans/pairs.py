@@ -51,10 +51,11 @@ PAIRS = (
     Pair("llama3_8b on h100x16", "llama3_8b", "h100x16", 128),
     Pair("gpt2_1558m on a100x16", "gpt2_1558m", "a100x16@dgx-a100", 512),
     Pair("llama3_70b on h100x64", "llama3_70b", "h100x64", 256),
+    Pair("mixtral_8x7b on h100x64", "mixtral_8x7b", "h100x64", 256),
     Pair("llama32_1b on v5p-16", "llama32_1b", "v5p-16", 64),
 )
-"""The pairs that docs/plan_board.md has: models of 124M to 70B on one node, several, and a
-slice."""
+"""The pairs that docs/plan_board.md has: models of 124M to 70B, one of them of experts, on one
+node, several, and a slice."""
 
 
 def pair_of(name: str) -> Pair:
