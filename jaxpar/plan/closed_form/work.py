@@ -126,6 +126,10 @@ def attention_flops(shapes: StepShapes, candidate: Candidate) -> float:
 
 _KERNELS = 60.0
 """The kernels of a block beside its matmuls, forward and backward."""
+_RING_KERNELS = (9.5, 13.0)
+"""The kernels of each hop of a ring, forward and backward: of attention, the sums over hops, and
+copies, as rehearsed with 2 and 8 devices.
+"""
 
 
 def block_passes(shapes: StepShapes, candidate: Candidate, rates: Rates) -> Passes:
@@ -137,7 +141,8 @@ def block_passes(shapes: StepShapes, candidate: Candidate, rates: Rates) -> Pass
     ops = _block_ops(shapes, whole, rates)
     forward = ops.attention_forward + ops.moved.forward
     backward = ops.attention_backward + ops.moved.backward
-    kernels = _KERNELS
+    hops = ring_entries(shapes, whole).hops
+    kernels = _KERNELS + hops * sum(_RING_KERNELS)
     for _, seconds in ops.matmuls:
         forward += seconds
         backward += 2 * seconds
@@ -149,6 +154,7 @@ def block_passes(shapes: StepShapes, candidate: Candidate, rates: Rates) -> Pass
     again = ops.moved.again - sum(seconds for name, seconds in ops.spared if name in kept)
     if "attention_out" not in kept:
         again += ops.attention_forward
+        kernels += hops * _RING_KERNELS[0]
     for name, seconds in ops.matmuls:
         if _is_made_again(name, made, kept):
             again += seconds
