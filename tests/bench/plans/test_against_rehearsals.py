@@ -25,11 +25,12 @@ from jaxpar.rehearse.targets import Target
 from jaxpar.show.rehearsed_plans import rehearsed_plans_figure
 
 REACHED = {
-    "gpt2_124m on h100x8": (0.9, 0.01),
-    "llama32_1b on h100x8": (0.9, 0.04),
-    "llama3_8b on h100x16": (0.9, 0.04),
-    "gpt2_1558m on a100x16": (0.75, 0.02),
-    "llama3_70b on h100x64": (0.9, 0.01),
+    "gpt2_124m on h100x8": (0.98, 0.01),
+    "llama32_1b on h100x8": (0.95, 0.03),
+    "llama3_8b on h100x16": (0.8, 0.01),
+    "gpt2_1558m on a100x16": (0.85, 0.01),
+    "llama3_70b on h100x64": (0.85, 0.01),
+    "mixtral_8x7b on h100x64": (0.85, 0.01),
 }
 """Kendall's tau at least, and regret at most, of each pair."""
 SMALL = Pair("small", "tiny", "h100x8", 64)
@@ -105,7 +106,7 @@ def test_the_committed_plans_are_ranked_as_docs_say():
         tau, regret = REACHED[pair.name]
         assert not pair.falsely_fitting
         assert pair.regret <= regret
-        assert pair.regret_after <= 0.04
+        assert pair.regret_after <= 0.03
         assert pair.rehearsals <= 6
         assert pair.kendall >= tau
 
