@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.base.kernel_work import AttentionWork
-from jaxpar.hlo.program.tasks import Collective, Path, Program, Task, walk_paths
+from jaxpar.hlo.program.tasks import (
+    Collective,
+    Loop,
+    Node,
+    Path,
+    Program,
+    Task,
+    executions,
+    walk_paths,
+)
 from jaxpar.rehearse.link_costs import CollectiveTime
 
 COMPUTE = "compute"
@@ -79,19 +88,29 @@ def price(
     )
 
 
-def each_time(program: Program, costs: Costs) -> Costs:
-    """Return what a task costs, in the mean, each time that its list of nodes runs: less than one
-    execution where it is in a branch that is taken more rarely.
+def each_time(nodes: Sequence[Node], costs: Costs, times: int = 1, path: Path = ()) -> Costs:
+    """Return what each task costs, in the mean, each time that its list of nodes runs: less than
+    one execution where it is in a branch that is taken more rarely.
+
+    Args:
+      nodes: the nodes of a program, or of a loop's body.
+      costs: the cost of one execution of each task.
+      times: how often these nodes run in one step.
+      path: where these nodes stand in the program.
     """
-    found = dict(costs)
-    for path, task, _ in walk_paths(program.nodes):
-        if task.share != 1:
-            cost = costs[path]
-            found[path] = replace(
+    found = dict(costs) if not path else Costs()
+    for i, node in enumerate(nodes):
+        here = (*path, i)
+        if isinstance(node, Loop):
+            found |= each_time(node.body, costs, times * node.trips, here)
+        elif isinstance(node, Task) and node.share != 1:
+            share = executions(node, times) / max(times, 1)
+            cost = costs[here]
+            found[here] = replace(
                 cost,
-                seconds=task.share * cost.seconds,
-                launch=task.share * cost.launch,
-                slows=task.share * cost.slows,
+                seconds=share * cost.seconds,
+                launch=share * cost.launch,
+                slows=share * cost.slows,
             )
     return found
 

@@ -223,7 +223,7 @@ def replay(
       ValueError: a node depends on a later one, so this is not a schedule.
     """
     player = _Player(drawn_trips, most_events)
-    player.run(_make_steps(program.nodes, each_time(program, costs)), {}, True)
+    player.run(_make_steps(program.nodes, each_time(program.nodes, costs)), {}, True)
     player.wait_for(player.free.values())  # for whatever is still running
     waited = defaultdict[Path, float](float)
     for path, seconds in player.stalls:

@@ -268,7 +268,15 @@ def test_a_branch_that_is_taken_in_a_quarter_of_the_trips_takes_a_quarter_of_the
     found = played(Loop("w", 8, (always, seldom), ()))
     assert found.seconds == pytest.approx(8 * 1.0 + 2 * 2.0)
     assert {row.task.name: row.count for row in found.tasks} == {"dot": 8, "seldom": 2}
-    assert_adds_up(found)
+
+
+@pytest.mark.parametrize(("share", "times"), [(1 / 3, 3), (0.01, 1), (0.0, 0)])
+def test_a_branch_runs_a_whole_number_of_times(share, times):
+    """A share that the trips do not have is rounded alike in the time and in the counts."""
+    always = matmul(1.0)
+    found = played(Loop("w", 8, (always, replace(matmul(2.0), share=share)), ()))
+    assert found.seconds == pytest.approx(8 * 1.0 + times * 2.0)
+    assert found.tasks[1].count == times
 
 
 def test_events_draw_the_first_trips_and_a_bar_for_the_rest():

@@ -192,6 +192,13 @@ def walk(nodes: tuple[Node, ...]) -> Iterator[tuple[Task, int]]:
     return ((task, count) for _, task, count in walk_paths(nodes))
 
 
+def executions(task: Task, times: int) -> int:
+    """Count how often a task runs where its list of nodes runs some times: a whole number, and not
+    0 where it runs at all.
+    """
+    return max(round(times * task.share), 1) if task.share else 0
+
+
 def walk_paths(
     nodes: tuple[Node, ...], times: int = 1, path: Path = ()
 ) -> Iterator[tuple[Path, Task, int]]:
@@ -209,4 +216,4 @@ def walk_paths(
         if isinstance(node, Loop):
             yield from walk_paths(node.body, times * node.trips, (*path, i))
         elif isinstance(node, Task):
-            yield (*path, i), node, round(times * node.share)
+            yield (*path, i), node, executions(node, times)

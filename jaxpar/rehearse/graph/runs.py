@@ -83,7 +83,7 @@ def unrolled(program: Program, costs: Costs, most: int = MOST_RUNS) -> RunGraph 
     if sum(count for _, count in walk(program.nodes)) > most:
         return None
     graph = RunGraph()
-    _lay_out(graph, program.nodes, each_time(program, costs), (), ())
+    _lay_out(graph, program.nodes, each_time(program.nodes, costs), (), ())
     return graph
 
 
